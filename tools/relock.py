@@ -4,8 +4,8 @@
     { url = "<address>/x.whl", hash = H }    becomes    { path = "x.whl", hash = H }
     sdist = { url = ... }                    goes: everything we install has a wheel
 
-Versions and hashes stay, so an install is as exact as before: build.sh gives names, versions and hashes to the registry that the
-machine is set up for, and uv checks each file against its hash. `uv sync --locked` and `uv lock --check` accept the result as it is.
+Versions and hashes stay, so an install is as exact as before: build.sh asks whichever registry the machine is set up
+for, and uv checks each file against its hash. `uv sync --locked` and `uv lock --check` accept the result as it is.
 """
 
 from __future__ import annotations

@@ -1,2 +1,4 @@
+from __future__ import annotations
+
 __version__ = "0.2.0"
 __provider__ = "deepinfer"

@@ -1,0 +1,353 @@
+"""`ModelConfig`: the architecture of one DeepSeek-V4.1-Flash checkpoint, read from its nested `config.json`.
+
+    layer         0 1 | 2 . . . 7 | 8 . . . | 14 . . . | 20 21..23 | 24 ..  | 28 ..  | 32 ..  | 36 ..39 | mtp 0..2
+    ratio         0   | 2                              | 1                                            | 0
+    kv owner      -   | 2         | 8       | 14       | 20                                           | -
+    index owner   -   | 2         | 8       | 14       | 20        | 24     | 28     | 32     | 36      | -
+
+The owner of a layer is the largest source at or below it. Layers from `decoder_start` (the last KV source, 20 in the release)
+on form the decoder half: they own no long-range KV but that one. Source of every rule: model.md sections 1.1, 1.2 and 10.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from deepinfer_core.errors import ConfigError, ModelNotFoundError
+
+_MAX_INT = 2**31 - 1
+_MAX_CONFIG_BYTES = 4 << 20
+
+LayerRole = Literal["window", "source", "reindex", "reuse"]
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Long-context rotary scaling of the layers with a compressed cache (model.md 2.4)."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and schedules of one checkpoint. Field names are those of `text_config` in the released config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: YarnConfig
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_vocab_size: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
+    dspark_target_layer_ids: tuple[int, ...]
+    dspark_markov_rank: int
+    dspark_n_routed_experts: int
+    dspark_num_experts_per_tok: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    image_token_id: int
+    dtype: str = "bfloat16"
+    n_shared_experts: int = 1
+    vision: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    # ---- schedules -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def decoder_start(self) -> int:
+        """The cut layer: last KV source; it and all later layers are the decoder half. `num_hidden_layers` if there is none."""
+        return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else self.num_hidden_layers
+
+    def kv_owner(self, layer: int) -> int | None:
+        """Layer whose compressed KV `layer` reads; None for window-only layers."""
+        return None if self.compress_ratios[layer] == 0 else _owner(self.kv_source_layer_ids, layer)
+
+    def index_owner(self, layer: int) -> int | None:
+        """Layer whose selection `layer` reads; None for window-only layers."""
+        return None if self.compress_ratios[layer] == 0 else _owner(self.index_source_layer_ids, layer)
+
+    def role(self, layer: int) -> LayerRole:
+        """What the layer does for the compressed cache: nothing, write and index, index only, or reuse."""
+        if self.compress_ratios[layer] == 0:
+            return "window"
+        if layer in self.kv_source_layer_ids:
+            return "source"
+        return "reindex" if layer in self.index_source_layer_ids else "reuse"
+
+    def uses_candidates(self, layer: int) -> bool:
+        """Whether the layer's indexer is restricted to the candidate blocks that `candidate_source_layer_id` published."""
+        return (
+            layer in self.index_source_layer_ids
+            and layer > self.candidate_source_layer_id
+            and self.kv_owner(layer) == self.kv_owner(self.candidate_source_layer_id)
+        )
+
+    @cached_property
+    def exact_decoder_rows(self) -> int:
+        """Rows of the decoder half that make the last row identical to a full pass: 1 + (layers - cut)(window - 1)."""
+        return 1 + (self.num_hidden_layers - self.decoder_start) * (self.sliding_window - 1)
+
+    @cached_property
+    def global_kv_bytes_per_token(self) -> float:
+        """Packed bytes a token of compressed KV (e2m1 + e4m3/16) and index keys (e2m1 + ue8m0/32): 890 in the release."""
+        entry = self.head_dim // 2 + self.head_dim // 16 + self.index_head_dim // 2 + self.index_head_dim // 32
+        return sum(entry / self.compress_ratios[layer] for layer in self.kv_source_layer_ids)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read `folder/config.json`. Raises ModelNotFoundError or ConfigError, naming the file and the value."""
+        path = Path(folder) / "config.json"
+        try:
+            if path.stat().st_size > _MAX_CONFIG_BYTES:
+                raise ConfigError(f"{path} has {path.stat().st_size} bytes; a config.json has at most {_MAX_CONFIG_BYTES}")
+            raw = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ModelNotFoundError(
+                f"{path} cannot be read ({error.strerror}); name a folder that holds a DeepSeek-V4.1 config.json"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+        return cls.from_dict(raw, where=str(path))
+
+    @classmethod
+    def from_dict(cls, raw: Any, *, where: str = "config.json") -> ModelConfig:
+        """Build from the parsed root object of config.json; `where` names it in errors."""
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where}: the root must be an object, not {type(raw).__name__}")
+        root: dict[str, Any] = raw
+        if root.get("model_type") not in ("deepseek_v41", None) or "text_config" not in root:
+            raise ConfigError(
+                f"{where}: model_type {root.get('model_type')!r} is not DeepSeek-V4.1 (want 'deepseek_v41' with a "
+                "text_config); this engine runs that one architecture"
+            )
+        return cls(**_read_fields(root, where))
+
+
+def _owner(sources: tuple[int, ...], layer: int) -> int | None:
+    return max((source for source in sources if source <= layer), default=None)
+
+
+# ---- parsing ------------------------------------------------------------------------------------------------------
+
+_ROOT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "dtype")
+_FIXED_VALUES: dict[str, Any] = {
+    # Choices of the architecture that are not parameters of this implementation: another value is another model.
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+}
+_FIXED_QUANTIZATION: dict[str, Any] = {
+    "quant_method": "fp8",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+
+
+def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
+    text = root["text_config"]
+    if not isinstance(text, dict):
+        raise ConfigError(f"{where}: text_config must be an object, not {type(text).__name__}")
+    _check_fixed(text, _FIXED_VALUES, f"{where}: text_config")
+    if isinstance(root.get("quantization_config"), dict):
+        _check_fixed(root["quantization_config"], _FIXED_QUANTIZATION, f"{where}: quantization_config")
+    values: dict[str, Any] = {}
+    for spec in fields(ModelConfig):
+        if spec.name == "vision":
+            continue
+        source = root if spec.name in _ROOT_KEYS else text
+        if spec.name not in source:
+            if spec.name in ("dtype", "n_shared_experts"):
+                continue
+            raise ConfigError(f"{where}: the key {spec.name!r} is missing; it is part of every DeepSeek-V4.1 config")
+        values[spec.name] = _convert(spec.name, str(spec.type), source[spec.name], where)
+    vision = root.get("vision_config", {})
+    values["vision"] = vision if isinstance(vision, dict) else {}
+    return values
+
+
+def _check_fixed(section: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    for key, value in wanted.items():
+        if section.get(key, value) != value:
+            raise ConfigError(f"{where}: {key} is {section[key]!r}; this architecture has {value!r}")
+
+
+def _convert(name: str, kind: str, value: Any, where: str) -> Any:
+    if kind == "int":
+        return _integer(name, value, where)
+    if kind == "float":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+            raise ConfigError(f"{where}: {name} is {value!r}; it must be a finite number of at least 0")
+        return float(value)
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {name} is {value!r}; it must be a string")
+        return value
+    if kind == "tuple[int, ...]":
+        if not isinstance(value, list) or len(value) > 100_000:
+            raise ConfigError(f"{where}: {name} must be a list of integers, not {type(value).__name__}")
+        return tuple(_integer(f"{name}[{i}]", item, where) for i, item in enumerate(value))
+    return _yarn(name, value, where)
+
+
+def _integer(name: str, value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_INT:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be an integer from 0 to {_MAX_INT}")
+    return value
+
+
+def _yarn(name: str, value: Any, where: str) -> YarnConfig:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {name} must be an object, not {type(value).__name__}")
+    kind = value.get("rope_type", value.get("type", "yarn"))
+    if kind != "yarn":
+        raise ConfigError(f"{where}: {name} has the type {kind!r}; this architecture uses 'yarn'")
+    parts: dict[str, Any] = {}
+    for spec in fields(YarnConfig):
+        if spec.name not in value:
+            raise ConfigError(f"{where}: {name} lacks {spec.name!r}")
+        parts[spec.name] = _convert(f"{name}.{spec.name}", str(spec.type), value[spec.name], where)
+    return YarnConfig(**parts)
+
+
+# ---- rules that tie values together ---------------------------------------------------------------------------------
+
+_AT_LEAST_ONE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank",
+    "o_groups", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings",
+    "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size",
+    "hc_mult", "hc_sinkhorn_iters", "engram_max_ngram_size", "engram_n_heads", "engram_head_dim", "engram_vocab_size",
+    "engram_compressed_vocab_size",
+)  # fmt: skip
+
+
+def _validate(c: ModelConfig) -> None:
+    for name in _AT_LEAST_ONE:
+        if getattr(c, name) < 1:
+            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; it must be at least 1")
+    if c.rope_theta <= 1 or c.compress_rope_theta <= 1:
+        raise ConfigError(f"config.json: rope_theta {c.rope_theta} and compress_rope_theta {c.compress_rope_theta} must be over 1")
+    yarn = c.rope_scaling
+    if yarn.factor < 1 or yarn.beta_fast <= 0 or yarn.beta_slow <= 0 or yarn.original_max_position_embeddings < 1:
+        raise ConfigError(f"config.json: rope_scaling {yarn} needs factor >= 1, betas > 0 and a positive original length")
+    _validate_widths(c)
+    _validate_schedule(c)
+    _validate_dspark(c)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "engram_pad_token_id"):
+        if getattr(c, name) >= c.vocab_size:
+            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; the vocabulary has {c.vocab_size} entries")
+
+
+def _validate_widths(c: ModelConfig) -> None:
+    if c.qk_rope_head_dim % 2 or not 2 <= c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim):
+        raise ConfigError(
+            f"config.json: qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most head_dim {c.head_dim} and "
+            f"index_head_dim {c.index_head_dim}"
+        )
+    for name, step in (("head_dim", 32), ("index_head_dim", 32), ("engram_head_dim", 32), ("hidden_size", 32),
+                       ("moe_intermediate_size", 32)):  # fmt: skip
+        if getattr(c, name) % step:
+            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; the quantized layout needs a multiple of {step}")
+    if c.num_attention_heads % c.o_groups:
+        raise ConfigError(f"config.json: {c.num_attention_heads} heads do not divide into o_groups {c.o_groups}")
+    if c.num_experts_per_tok > c.n_routed_experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}")
+
+
+def _validate_schedule(c: ModelConfig) -> None:
+    layers = c.num_hidden_layers
+    if len(c.compress_ratios) != layers + c.num_nextn_predict_layers:
+        raise ConfigError(
+            f"config.json: compress_ratios has {len(c.compress_ratios)} entries; {layers} layers and "
+            f"{c.num_nextn_predict_layers} draft stages need {layers + c.num_nextn_predict_layers}"
+        )
+    if any(ratio not in (0, 1, 2) for ratio in c.compress_ratios) or any(c.compress_ratios[layers:]):
+        raise ConfigError(f"config.json: compress_ratios {list(c.compress_ratios)} may hold 0, 1, 2, and 0 for draft stages")
+    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
+        ids: tuple[int, ...] = getattr(c, name)
+        if list(ids) != sorted(set(ids)) or any(i >= layers for i in ids):
+            raise ConfigError(f"config.json: {name} {list(ids)} must ascend strictly below num_hidden_layers {layers}")
+    if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
+        raise ConfigError("config.json: engram_num_embeddings must have one entry for each of engram_layer_ids")
+    for layer in range(layers):
+        if c.compress_ratios[layer] == 0:
+            if layer in c.kv_source_layer_ids or layer in c.index_source_layer_ids:
+                raise ConfigError(f"config.json: layer {layer} has ratio 0 and can be neither a KV nor an index source")
+            continue
+        owner, selector = c.kv_owner(layer), c.index_owner(layer)
+        if owner is None or selector is None or selector < owner:
+            raise ConfigError(f"config.json: layer {layer} (ratio {c.compress_ratios[layer]}) has no KV and index source before it")
+        if c.compress_ratios[owner] != c.compress_ratios[layer]:
+            raise ConfigError(f"config.json: layer {layer} and its KV source {owner} have different compress_ratios")
+    if c.candidate_source_layer_id not in c.index_source_layer_ids:
+        raise ConfigError(
+            f"config.json: candidate_source_layer_id {c.candidate_source_layer_id} is not one of index_source_layer_ids "
+            f"{list(c.index_source_layer_ids)}"
+        )
+
+
+def _validate_dspark(c: ModelConfig) -> None:
+    if c.num_nextn_predict_layers == 0:
+        return
+    for name in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok"):
+        if getattr(c, name) < 1:
+            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; draft stages need at least 1")
+    if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
+        raise ConfigError("config.json: dspark_num_experts_per_tok exceeds dspark_n_routed_experts")
+    if c.dspark_noise_token_id >= c.vocab_size:
+        raise ConfigError(f"config.json: dspark_noise_token_id {c.dspark_noise_token_id} is outside the vocabulary {c.vocab_size}")
+    if not c.dspark_target_layer_ids or any(i >= c.num_hidden_layers for i in c.dspark_target_layer_ids):
+        raise ConfigError(f"config.json: dspark_target_layer_ids {list(c.dspark_target_layer_ids)} must name existing layers")

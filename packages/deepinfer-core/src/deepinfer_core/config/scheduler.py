@@ -1,0 +1,186 @@
+"""Settings of the scheduler, the cache and speculation: three frozen dataclasses that `EngineConfig` nests.
+
+    backtrack  = in-flight steps x (drafts + 1)       how far rejected drafts can throw a request back
+    ring slots = window + backtrack                   128 + 2 x (5 + 1) = 140 in the release
+    keep       >= ring slots                          rows of a prompt that the decoder half computes
+
+`keep_tokens` has one default for a checkpoint, whatever the draft length in use: with `decoder_prefill="compact"` the
+answer depends on it, and an answer must not depend on how it is sped up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from string import hexdigits
+from typing import Any, Final, Literal
+
+from deepinfer_core.errors import ConfigError
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "IN_FLIGHT_STEPS",
+    "CacheConfig",
+    "DecoderPrefill",
+    "DraftSchedule",
+    "PrefixReplay",
+    "SchedulerConfig",
+    "SpeculationConfig",
+    "Verification",
+    "default_keep_tokens",
+    "validate_window_budget",
+    "window_ring_slots",
+]
+
+BLOCK_TOKENS: Final = 128  # positions of one block of the compressed and index groups; also the unit of prefix hits
+IN_FLIGHT_STEPS: Final = 2  # steps that may be launched and not yet committed
+
+DecoderPrefill = Literal["full", "exact", "compact", "mask"]
+PrefixReplay = Literal["off", "exact", "bounded"]
+DraftSchedule = Literal["fixed", "scheduled"]
+Verification = Literal["coupled", "ratio"]
+
+_MAX_BLOCKS: Final = 2**31 - 1
+_MAX_DRAFTS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How many requests and rows a step may hold, and who goes first."""
+
+    max_num_seqs: int = 256  # requests that hold a slot at once
+    max_num_batched_tokens: int = 8192  # rows of one step
+    max_model_len: int | None = None  # prompt + output of one request; None = the checkpoint's limit
+    max_prefill_chunk_tokens: int | None = None  # rows of one prompt in one step; None = whatever the step has left
+    max_num_waiting: int = 100_000  # requests in the queue; one more is refused with QueueFullError
+    priority_head_start: int = 10_000  # arrivals that one level of priority may overtake
+    overlap: bool = True  # plan step N + 1 while step N runs
+
+    def __post_init__(self) -> None:
+        _integer("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**22)
+        _optional("max_model_len", self.max_model_len, 2, 2**26)
+        _optional("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1, 2**22)
+        _integer("max_num_waiting", self.max_num_waiting, 1, 2**24)
+        _integer("priority_head_start", self.priority_head_start, 0, 2**31)
+        _boolean("overlap", self.overlap)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}: "
+                "a step could not hold one row of every running request; raise the one or lower the other"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Size of the paged cache, what of a prompt is computed, and what is reused."""
+
+    num_blocks: int | None = None  # blocks of BLOCK_TOKENS positions; None = what the memory plan leaves
+    memory_fraction: float = 0.9  # of device memory, for weights and cache together, where num_blocks is None
+    decoder_prefill: DecoderPrefill = "compact"  # aliases: "bounded" = compact, "off" = full
+    keep_tokens: int | None = None  # rows that "compact" and "mask" keep; None = default_keep_tokens()
+    prefix_replay: PrefixReplay | None = None  # None = exact where answers must repeat (deterministic), else bounded
+    prefix_salt: str | None = None  # secret of the prefix index, 32 to 128 hex digits; None = random
+
+    def __post_init__(self) -> None:
+        _optional("num_blocks", self.num_blocks, 1, _MAX_BLOCKS)
+        _fraction("memory_fraction", self.memory_fraction)
+        aliases: dict[str, DecoderPrefill] = {"bounded": "compact", "off": "full"}
+        object.__setattr__(self, "decoder_prefill", aliases.get(self.decoder_prefill, self.decoder_prefill))
+        _choice("decoder_prefill", self.decoder_prefill, ("full", "exact", "compact", "mask"))
+        _optional("keep_tokens", self.keep_tokens, 1, 2**20)
+        if self.prefix_replay is not None:
+            _choice("prefix_replay", self.prefix_replay, ("off", "exact", "bounded"))
+        if self.prefix_salt is not None:
+            _hexadecimal("prefix_salt", self.prefix_salt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """DSpark: how many drafts, how many of them are verified, and how."""
+
+    num_drafts: int = 5  # 0 = no speculation
+    draft_schedule: DraftSchedule = "scheduled"  # fixed = always verify all of them
+    verification: Verification = "coupled"
+    confidence_temperatures: tuple[float, ...] = (1.0,)  # one for all positions, or one each
+    max_backtracking_tokens: int | None = None  # None = num_drafts + 1
+
+    def __post_init__(self) -> None:
+        _integer("num_drafts", self.num_drafts, 0, _MAX_DRAFTS)
+        _choice("draft_schedule", self.draft_schedule, ("fixed", "scheduled"))
+        _choice("verification", self.verification, ("coupled", "ratio"))
+        _temperatures(self.confidence_temperatures, self.num_drafts)
+        _optional("max_backtracking_tokens", self.max_backtracking_tokens, 1, 1024)
+        if self.max_backtracking_tokens is not None and self.max_backtracking_tokens < self.num_drafts + 1:
+            raise ConfigError(
+                f"max_backtracking_tokens is {self.max_backtracking_tokens}; a step of {self.num_drafts} drafts can "
+                f"fall back {self.num_drafts + 1} rows, so give at least that"
+            )
+
+
+def window_ring_slots(window: int, num_drafts: int, in_flight_steps: int = IN_FLIGHT_STEPS) -> int:
+    """Slots of every window ring: `window + in_flight_steps * (num_drafts + 1)` (design.md 7), 140 in the release."""
+    return window + in_flight_steps * (num_drafts + 1)
+
+
+def default_keep_tokens(window: int, draft_block_size: int) -> int:
+    """Rows that `compact` keeps by default; `draft_block_size` is the checkpoint's, not the setting in use."""
+    return window_ring_slots(window, draft_block_size)
+
+
+def validate_window_budget(keep_tokens: int, window: int, speculation: SpeculationConfig) -> None:
+    """Raise ConfigError, showing the sum, unless the kept rows refill all ring slots that rejected drafts can need."""
+    step = max(speculation.num_drafts + 1, speculation.max_backtracking_tokens or 0)
+    needed = window + IN_FLIGHT_STEPS * step
+    if keep_tokens < needed:
+        raise ConfigError(
+            f"keep_tokens is {keep_tokens}; window {window} + {IN_FLIGHT_STEPS} steps in flight x {step} rows = {needed} "
+            f"are needed: raise keep_tokens to {needed} or lower num_drafts"
+        )
+
+
+# ---- checks of single values --------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+
+
+def _optional(name: str, value: Any, low: int, high: int) -> None:
+    if value is not None:
+        _integer(name, value, low, high)
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+
+
+def _fraction(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a number over 0 and at most 1")
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _hexadecimal(name: str, value: Any) -> None:
+    if isinstance(value, str) and 32 <= len(value) <= 128 and len(value) % 2 == 0 and set(value) <= set(hexdigits):
+        return
+    raise ConfigError(f"{name} must be 32 to 128 hexadecimal digits, an even number of them")
+
+
+def _temperatures(values: Any, num_drafts: int) -> None:
+    if not isinstance(values, tuple) or not values:
+        raise ConfigError(f"confidence_temperatures is {values!r}; give a tuple of positive numbers")
+    numbers: tuple[Any, ...] = values
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.01 <= number <= 100:
+            raise ConfigError(f"confidence_temperatures holds {number!r}; each must be a number from 0.01 to 100")
+    if num_drafts and len(numbers) not in (1, num_drafts):
+        raise ConfigError(
+            f"confidence_temperatures has {len(numbers)} values for num_drafts {num_drafts}; give one, or one each draft"
+        )

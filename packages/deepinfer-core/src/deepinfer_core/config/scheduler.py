@@ -10,11 +10,11 @@ answer depends on it, and an answer must not depend on how it is sped up.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from string import hexdigits
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
+from deepinfer_core.config.checks import check_choice, check_flag, check_integer, check_number, shown
 from deepinfer_core.errors import ConfigError
 
 __all__ = [
@@ -63,7 +63,7 @@ class SchedulerConfig:
         _optional("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1, 2**22)
         _integer("max_num_waiting", self.max_num_waiting, 1, 2**24)
         _integer("priority_head_start", self.priority_head_start, 0, 2**31)
-        _boolean("overlap", self.overlap)
+        check_flag("overlap", self.overlap, ConfigError)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}: "
@@ -84,13 +84,13 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _optional("num_blocks", self.num_blocks, 1, _MAX_BLOCKS)
-        _fraction("memory_fraction", self.memory_fraction)
+        check_number("memory_fraction", self.memory_fraction, 0.0, 1.0, ConfigError, above_low=True)
         aliases: dict[str, DecoderPrefill] = {"bounded": "compact", "off": "full"}
         object.__setattr__(self, "decoder_prefill", aliases.get(self.decoder_prefill, self.decoder_prefill))
-        _choice("decoder_prefill", self.decoder_prefill, ("full", "exact", "compact", "mask"))
+        check_choice("decoder_prefill", self.decoder_prefill, ("full", "exact", "compact", "mask"), ConfigError)
         _optional("keep_tokens", self.keep_tokens, 1, 2**20)
         if self.prefix_replay is not None:
-            _choice("prefix_replay", self.prefix_replay, ("off", "exact", "bounded"))
+            check_choice("prefix_replay", self.prefix_replay, ("off", "exact", "bounded"), ConfigError)
         if self.prefix_salt is not None:
             _hexadecimal("prefix_salt", self.prefix_salt)
 
@@ -107,8 +107,8 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         _integer("num_drafts", self.num_drafts, 0, _MAX_DRAFTS)
-        _choice("draft_schedule", self.draft_schedule, ("fixed", "scheduled"))
-        _choice("verification", self.verification, ("coupled", "ratio"))
+        check_choice("draft_schedule", self.draft_schedule, ("fixed", "scheduled"), ConfigError)
+        check_choice("verification", self.verification, ("coupled", "ratio"), ConfigError)
         _temperatures(self.confidence_temperatures, self.num_drafts)
         _optional("max_backtracking_tokens", self.max_backtracking_tokens, 1, 1024)
         if self.max_backtracking_tokens is not None and self.max_backtracking_tokens < self.num_drafts + 1:
@@ -134,53 +134,38 @@ def validate_window_budget(keep_tokens: int, window: int, speculation: Speculati
     needed = window + IN_FLIGHT_STEPS * step
     if keep_tokens < needed:
         raise ConfigError(
-            f"keep_tokens is {keep_tokens}; window {window} + {IN_FLIGHT_STEPS} steps in flight x {step} rows = {needed} "
-            f"are needed: raise keep_tokens to {needed} or lower num_drafts"
+            f"keep_tokens is {keep_tokens}; window {window} + {IN_FLIGHT_STEPS} steps in flight x {step} rows = "
+            f"{needed} are needed: raise keep_tokens to {needed} or lower num_drafts"
         )
 
 
-# ---- checks of single values --------------------------------------------------------------------------------------
+# ---- checks of single values -------------------------------------------------------------------------------------
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+    check_integer(name, value, low, high, ConfigError)
 
 
 def _optional(name: str, value: Any, low: int, high: int) -> None:
     if value is not None:
-        _integer(name, value, low, high)
-
-
-def _boolean(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be true or false")
-
-
-def _fraction(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a number over 0 and at most 1")
-
-
-def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        check_integer(name, value, low, high, ConfigError)
 
 
 def _hexadecimal(name: str, value: Any) -> None:
     if isinstance(value, str) and 32 <= len(value) <= 128 and len(value) % 2 == 0 and set(value) <= set(hexdigits):
         return
-    raise ConfigError(f"{name} must be 32 to 128 hexadecimal digits, an even number of them")
+    raise ConfigError(
+        f"{name} must be 32 to 128 hexadecimal digits, an even number of them"
+    )  # it is a secret: not shown
 
 
 def _temperatures(values: Any, num_drafts: int) -> None:
     if not isinstance(values, tuple) or not values:
-        raise ConfigError(f"confidence_temperatures is {values!r}; give a tuple of positive numbers")
-    numbers: tuple[Any, ...] = values
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.01 <= number <= 100:
-            raise ConfigError(f"confidence_temperatures holds {number!r}; each must be a number from 0.01 to 100")
+        raise ConfigError(f"confidence_temperatures is {shown(values)}; give a tuple of positive numbers")
+    numbers = cast("tuple[Any, ...]", values)
+    for i, number in enumerate(numbers):
+        check_number(f"confidence_temperatures[{i}]", number, 0.01, 100.0, ConfigError)
     if num_drafts and len(numbers) not in (1, num_drafts):
         raise ConfigError(
-            f"confidence_temperatures has {len(numbers)} values for num_drafts {num_drafts}; give one, or one each draft"
+            f"confidence_temperatures has {len(numbers)} values for num_drafts {num_drafts}; give one, or one a draft"
         )

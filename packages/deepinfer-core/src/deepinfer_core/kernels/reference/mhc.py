@@ -1,0 +1,62 @@
+"""Single-pass mHC: the residual is S parallel streams X [R, S, D] (model.md 2.3).
+
+    m = (flatten(X) fn) * rsqrt(mean(flatten(X)^2) + eps)                                     [R, S + S + S * S]
+    pre  = sigmoid(m[:S] scale_0 + base) + hc_eps            how the *next* sublayer's input is mixed from the streams
+    post = 2 sigmoid(m[S:2S] scale_1 + base)                 how this sublayer's output is spread over the streams
+    C    = Sinkhorn(softmax_j(m[2S:] scale_2 + base))        how the streams mix; C[i, j]: source i -> destination j
+    u    = sum_i p_i X_i                                     sublayer input, p = `pre` of the sublayer before
+    X'_j = post_j y + sum_i C[i, j] X_i
+
+Sinkhorn: C += hc_eps; C /= (sum_i C + hc_eps); then (iterations - 1) times: C /= (sum_j C + hc_eps); C /= (sum_i C + hc_eps).
+A sum that is broadcast back is a product with a matrix of ones, and `baddbmm` adds the epsilon in the same call: two small
+operations a half-step instead of three.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.kernels.reference.linear import linear
+
+__all__ = ["mhc_collapse", "mhc_expand", "mhc_mix", "sinkhorn"]
+
+
+def mhc_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, norm_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """streams [R, S, D], fn [S * D, 2S + S * S], base [2S + S * S], scale [2S + S * S] -> pre [R, S], post [R, S], C [R, S, S].
+
+    `scale` holds the three released scalars repeated over their columns. All float32.
+    """
+    s = streams.shape[1]
+    flat = streams.flatten(1).float()
+    inverse = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
+    mixes = linear(flat, fn) * inverse * scale + base
+    gates = torch.sigmoid(mixes[:, : 2 * s].contiguous())
+    pre, post = gates[:, :s] + eps, gates[:, s:] * 2.0
+    return pre, post, sinkhorn(torch.softmax(mixes[:, 2 * s :].unflatten(-1, (s, s)).contiguous(), -1), iterations, eps)
+
+
+def sinkhorn(c: Tensor, iterations: int, eps: float) -> Tensor:
+    """c [R, S, S], rows already normalized by softmax, towards a doubly stochastic matrix; see the head of this file."""
+    r, s, _ = c.shape
+    ones = c.new_ones(1, 1, 1).expand(r, s, s)
+    epsilons = c.new_full((1, 1, 1), eps).expand(r, s, s)
+    c = c + eps
+    c = c / torch.baddbmm(epsilons, ones, c)
+    for _ in range(iterations - 1):
+        c = c / torch.baddbmm(epsilons, c, ones)
+        c = c / torch.baddbmm(epsilons, ones, c)
+    return c
+
+
+def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """streams [R, S, D], pre [R, S] -> [R, D]."""
+    return torch.bmm(pre[:, None].to(streams.dtype), streams)[:, 0]
+
+
+def mhc_expand(streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
+    """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]. The first index of c, the source, is summed."""
+    spread = post[:, :, None].to(y.dtype) * y[:, None]
+    return torch.baddbmm(spread, c.transpose(1, 2).to(streams.dtype), streams)

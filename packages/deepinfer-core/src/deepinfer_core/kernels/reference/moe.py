@@ -1,0 +1,104 @@
+"""Mixture of experts: router, dispatch, expert MLPs, combine (model.md 2.5).
+
+    s = sqrt(softplus(x Wg)); experts = top-k of s + bias; weight_e = scale * s_e / (sum of the chosen s + 1e-20)
+    expert: g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2; the shared expert has weight 1
+    out = sum over the chosen experts in ascending id, then the shared expert
+
+Rows are grouped by expert in tiles of 8 (`plan_tiles`), zero rows filling up the last tile of each expert, so the bits of a row's
+output don't depend on the other rows; the sum in ascending expert id makes them independent of where the experts live, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer_core.kernels.reference.linear import ROW_TILE, linear
+from deepinfer_core.kernels.reference.topk import top_k_set
+
+__all__ = ["ExpertTiles", "combine_experts", "plan_tiles", "route", "run_experts", "shared_expert", "swiglu"]
+
+_GATHER_LIMIT_BYTES = 4 << 20  # above this, copying the weights of every tile costs more than a call per expert
+
+
+def route(x: Tensor, gate: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """x [R, D], gate [D, E], bias [E] or [R, E] -> expert ids [R, k] int64 ascending, weights [R, k] float32."""
+    scores = torch.sqrt(F.softplus(linear(x.float(), gate)))
+    ids = top_k_set(scores + bias, k)
+    chosen = scores.gather(1, ids)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+def swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """gate_up [..., 2 I], gate half first -> [..., I]: silu(min(g, limit)) * clamp(u, -limit, limit), in float32."""
+    g, u = gate_up.float().chunk(2, -1)
+    return F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+
+
+def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """x [R, D], w13 [D, 2 I], w2 [I, D] -> [R, D]."""
+    return linear(swiglu(linear(x, w13), limit).to(x.dtype), w2)
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Pairs (row, choice) sorted by expert and cut into tiles of 8 rows of one expert each."""
+
+    num_tiles: int
+    tile_expert: Tensor  # [T] local expert of each tile
+    first_tile: list[int]  # [E + 1] tiles first_tile[e] .. first_tile[e + 1] - 1 belong to expert e
+    pair_slot: Tensor  # [R * k] place of each pair in the tiles: tile * 8 + row of the tile
+
+
+def plan_tiles(ids: Tensor, num_experts: int) -> ExpertTiles:
+    """ids [R, k] local expert ids."""
+    flat = ids.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    tiles = (counts + (ROW_TILE - 1)) // ROW_TILE
+    first_tile = F.pad(tiles.cumsum(0), (1, 0))
+    first_pair = counts.cumsum(0) - counts
+    order = torch.argsort(flat, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(flat.numel(), device=flat.device)  # place of each pair in the sorted list
+    pair_slot = first_tile[flat] * ROW_TILE + rank - first_pair[flat]
+    bounds: list[int] = first_tile.tolist()
+    tile_expert = torch.repeat_interleave(tiles, output_size=bounds[-1])
+    return ExpertTiles(bounds[-1], tile_expert, bounds, pair_slot)
+
+
+def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D] -> one output for each pair [R, k, D].
+
+    The routing weight is applied before w2.
+    """
+    rows, k = weights.shape
+    slots = tiles.num_tiles * ROW_TILE
+    grouped = x.new_zeros(slots, x.shape[1]).index_copy(0, tiles.pair_slot, x.repeat_interleave(k, 0))
+    scale = weights.new_zeros(slots).index_copy(0, tiles.pair_slot, weights.flatten())
+    hidden = _tile_product(grouped.view(tiles.num_tiles, ROW_TILE, -1), w13, tiles)
+    act = (swiglu(hidden, limit) * scale.view(tiles.num_tiles, ROW_TILE, 1)).to(x.dtype)
+    out = _tile_product(act, w2, tiles).flatten(0, 1)
+    return out.index_select(0, tiles.pair_slot).view(rows, k, -1)
+
+
+def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
+    """pairs [R, k, D] in ascending expert id, shared [R, D] -> [R, D] in the dtype of `shared`, summed in float32, in that order."""
+    total = pairs[:, 0].float()
+    for choice in range(1, pairs.shape[1]):
+        total = total + pairs[:, choice]
+    return (total + shared).to(shared.dtype)
+
+
+def _tile_product(tiles_in: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor:
+    """[T, 8, K] x weight[tile_expert] [T, K, N] -> [T, 8, N]. Both branches run equal [8, K] x [K, N] products."""
+    if tiles.num_tiles * weight[0].numel() * weight.element_size() <= _GATHER_LIMIT_BYTES:
+        return torch.bmm(tiles_in, weight.index_select(0, tiles.tile_expert))
+    parts = [
+        torch.bmm(tiles_in[start:end], weight[expert].expand(end - start, -1, -1))
+        for expert, (start, end) in enumerate(zip(tiles.first_tile, tiles.first_tile[1:], strict=False))
+        if end > start
+    ]
+    return torch.cat(parts)

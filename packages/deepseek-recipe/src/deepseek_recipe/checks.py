@@ -1,0 +1,49 @@
+"""Type checks of constructor arguments: a wrong type is a `TypeError` that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+__all__ = ["require_bool", "require_int_in", "require_list", "require_str"]
+
+T = TypeVar("T")
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(f"argument {name!r} must be {wanted}, not {type(value).__name__}")
+
+
+def require_str(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuses anything but text that can be written as UTF-8 (lone surrogates: `UnicodeEncodeError`)."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
+    elif value is not None or not optional:
+        raise _wrong_type(name, value, "a str or None" if optional else "a str")
+
+
+def require_bool(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuses anything but True and False: an integer is more likely a mistake than a flag."""
+    if not isinstance(value, bool) and (value is not None or not optional):
+        raise _wrong_type(name, value, "a bool or None" if optional else "a bool")
+
+
+def require_int_in(name: str, value: object, low: int, high: int) -> None:
+    """Refuses anything but an integer in [low, high]: `OverflowError` outside the range."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong_type(name, value, "an int")
+    if not low <= value <= high:
+        raise OverflowError(f"argument {name!r} is {value}; it must be in [{low}, {high}]")
+
+
+def require_list(name: str, value: Any, kind: type[T]) -> list[T]:
+    """A new list of the items of `value`, each of them a `kind`."""
+    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
+        raise _wrong_type(name, value, f"a list of {kind.__name__}")
+    items: list[T] = []
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise _wrong_type(f"{name}[{index}]", item, f"a {kind.__name__}")
+        items.append(item)
+    return items

@@ -1,0 +1,246 @@
+r"""JSON as the protocol reads and writes it.
+
+    loads("-0")              -> -0.0            integers outside i64/u64 become floats, as does minus zero
+    loads('"\ud800"')        -> JsonTextError   so do NaN, 1e400, control characters, a BOM, trailing data, depth > 127
+    spaced({"a": [1, 1e-7]}) -> {"a": [1, 1e-07]}   as in V4.1 prompts: ", " and ": ", raw non-ASCII, Python's floats
+    spaced_v4(...)           -> {"a": [1, 1e-7]}    as in V4 prompts: plain notation from 1e-5, exponent without padding
+    compact({"a": [1]})      -> {"a":[1]}       as in bodies, constraints and tool-search results
+
+The fast paths are msgspec and the C encoder of `json`; the few numbers that those treat differently are found by a
+cheap test on the text and take the slow path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import msgspec
+
+__all__ = ["MAX_DEPTH", "JsonTextError", "compact", "json_value", "loads", "loads_body", "spaced", "spaced_v4"]
+
+MAX_DEPTH = 127
+"""Containers inside one another that a text may have; the next one is refused."""
+MAX_BYTES = 128 * 2**20
+"""Length of a text: 600 images of a request take at most 86 MiB in base64."""
+MAX_VALUES = 2**23
+"""Commas and opening brackets of a text, those inside strings included: a bound on what parsing can allocate."""
+
+_TOO_DEEP = f"more than {MAX_DEPTH} containers inside one another"
+
+_I64_MIN, _U64_MAX = -(2**63), 2**64 - 1
+
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NOT_BRACKETS = bytes(b for b in range(256) if b not in b"[]{}")
+_ALL_SQUARE = bytes.maketrans(b"{}", b"[]")
+_BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
+_MINUS_ZERO = re.compile(rb"-0(?![.\deE])")
+_ODD_NUMBER_READ = re.compile(rb"-0(?![.\deE])|\d{19}")
+_ODD_NUMBER_WRITTEN = re.compile(r"\d{19}|e-0")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class JsonTextError(ValueError):
+    """A text that is not strict JSON; the message names the place and the rule."""
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of a strict JSON text.
+
+    Raises `JsonTextError` for anything that RFC 8259 does not allow, for numbers outside the range of a double, for more
+    than `MAX_DEPTH` nested containers and beyond the size limits above. Time and memory are linear in the length.
+    """
+    data = _utf8(text)
+    value = _loads_fast(data)
+    return _loads_exact(data) if _ODD_NUMBER_READ.search(data) else value
+
+
+def loads_body(text: str | bytes) -> Any:
+    """As `loads`, at the speed that request bodies need: integers stay integers however long.
+
+    A reader checks the range of every integer field, and passes free JSON values through `json_value`.
+    """
+    data = _utf8(text)
+    value = _loads_fast(data)
+    return _loads_exact(data) if b"-0" in data and _MINUS_ZERO.search(data) else value
+
+
+def compact(value: Any) -> str:
+    """`value` without any spaces; non-ASCII characters as they are."""
+    return _write(value, _COMPACT, float.__repr__)
+
+
+def spaced(value: Any) -> str:
+    """`value` as V4.1 prompts show it: `", "` and `": "`, floats as Python's `repr`."""
+    return _write(value, _SPACED, float.__repr__)
+
+
+def spaced_v4(value: Any) -> str:
+    """`value` as V4 prompts show it: as `spaced`, but 0.00001 for 1e-05 and 1e-7 for 1e-07."""
+    return _write(value, _SPACED, _float_v4)
+
+
+def json_value(value: Any, *, depth: int = 0) -> Any:
+    """A copy of `value` with tuples as lists, that any JSON reader would give back.
+
+    Raises `ValueError` for NaN, infinities and nesting beyond `MAX_DEPTH`, `OverflowError` for integers outside
+    i64/u64, `TypeError` for anything else that JSON cannot say, `UnicodeEncodeError` for lone surrogates.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _checked_unicode(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if not _I64_MIN <= value <= _U64_MAX:
+            raise OverflowError(f"the integer {_shortened(value)} is outside the JSON number range [-2**63, 2**64)")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite JSON number")
+        return value
+    if depth >= MAX_DEPTH:
+        raise ValueError(_TOO_DEEP)
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"JSON object keys must be str, not {type(key).__name__}")
+        return {json_value(k): json_value(v, depth=depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(v, depth=depth + 1) for v in value]
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _utf8(text: str | bytes) -> bytes:
+    if isinstance(text, str):
+        return text.encode()
+    if not text.isascii():
+        try:
+            str(text, "utf-8")
+        except UnicodeDecodeError as error:
+            raise JsonTextError(f"not UTF-8 at {_place(text, error.start)}: {error.reason}") from None
+    return text
+
+
+def _loads_fast(data: bytes) -> Any:
+    _check_size(data)
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise JsonTextError(_explained(str(error), data)) from None
+    except RecursionError:
+        raise JsonTextError(_TOO_DEEP) from None
+    _check_depth(data)
+    return value
+
+
+def _loads_exact(data: bytes) -> Any:
+    """The value of a text that `_loads_fast` accepted, with minus zero and long integers as floats."""
+    try:
+        return json.loads(data, parse_int=_parse_int)
+    except OverflowError as error:
+        raise JsonTextError(str(error)) from None
+
+
+def _parse_int(digits: str) -> int | float:
+    if digits == "-0":
+        return -0.0
+    if len(digits) < 19:
+        return int(digits)
+    number = float(digits)
+    if math.isinf(number):
+        raise OverflowError(f"a number of {len(digits)} digits is out of range")
+    if len(digits) <= 20 and _I64_MIN <= int(digits) <= _U64_MAX:
+        return int(digits)
+    return number
+
+
+def _check_size(data: bytes) -> None:
+    """Refuses, before anything is built, a text whose value could take gigabytes."""
+    if len(data) > MAX_BYTES:
+        raise JsonTextError(f"{len(data)} bytes are more than the limit of {MAX_BYTES}; send images by URL")
+    if len(data) > MAX_VALUES and sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        raise JsonTextError(f"more than {MAX_VALUES} values")
+
+
+def _check_depth(data: bytes) -> None:
+    """Refuses a well-formed text with more than `MAX_DEPTH` nested containers, without recursion."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRINGS.sub(b"", data).translate(_ALL_SQUARE, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # each round removes the innermost containers
+        if not brackets:
+            return
+    raise JsonTextError(_TOO_DEEP)
+
+
+def _explained(message: str, data: bytes) -> str:
+    found = _BYTE_OFFSET.search(message)
+    return message if found is None else f"{message[: found.start()]} at {_place(data, int(found[1]))}"
+
+
+def _place(data: bytes, offset: int) -> str:
+    line = data.count(b"\n", 0, offset) + 1
+    column = offset - data.rfind(b"\n", 0, offset)
+    return f"line {line} column {column}"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_Separators = tuple[str, str]
+_SPACED: _Separators = (", ", ": ")
+_COMPACT: _Separators = (",", ":")
+_ENCODERS = {
+    separators: json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=separators).encode
+    for separators in (_SPACED, _COMPACT)
+}
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _write(value: Any, separators: _Separators, float_text: Any) -> str:
+    text = _ENCODERS[separators](value)
+    if _ODD_NUMBER_WRITTEN.search(text):
+        return _write_slowly(value, separators, float_text)
+    return text
+
+
+def _write_slowly(value: Any, separators: _Separators, float_text: Any) -> str:
+    if isinstance(value, dict):
+        comma, colon = separators
+        items = (f"{_quoted(k)}{colon}{_write_slowly(v, separators, float_text)}" for k, v in value.items())
+        return "{" + comma.join(items) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + separators[0].join(_write_slowly(v, separators, float_text) for v in value) + "]"
+    if isinstance(value, float):
+        return float_text(value)
+    if isinstance(value, int) and not isinstance(value, bool) and not _I64_MIN <= value <= _U64_MAX:
+        return float_text(float(value))
+    return _quoted(value)
+
+
+def _float_v4(value: float) -> str:
+    """Shortest round-trip digits: plain notation in [1e-5, 1e16), otherwise an exponent without zero padding."""
+    text = repr(value)
+    mantissa, exponent_mark, exponent = text.partition("e-")
+    if not exponent_mark:
+        return text
+    if int(exponent) > 5:
+        return f"{mantissa}e-{int(exponent)}"
+    sign = "-" if mantissa.startswith("-") else ""
+    return f"{sign}0.0000{mantissa.lstrip('-').replace('.', '')}"
+
+
+def _checked_unicode(text: str) -> str:
+    if _SURROGATES.search(text):
+        text.encode()  # raises the UnicodeEncodeError that names the character
+    return text
+
+
+def _shortened(number: int) -> str:
+    text = str(number) if number.bit_length() < 10_000 else "of more than 3,000 digits"
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"

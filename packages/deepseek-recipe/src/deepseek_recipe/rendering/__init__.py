@@ -1,0 +1,3 @@
+"""Prompt rendering: a conversation becomes text and the places of its special tokens."""
+
+from __future__ import annotations

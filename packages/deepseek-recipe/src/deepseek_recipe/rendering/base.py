@@ -1,0 +1,173 @@
+"""What the V4 and the V4.1 encoding share: options, fixed blocks, tool calls, tool lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deepseek_recipe import protocol_data
+from deepseek_recipe.conversation import Conversation, ToolCall, ToolDefinition
+from deepseek_recipe.json_text import JsonTextError, loads
+from deepseek_recipe.rendering.prompt import PromptBuilder, RenderedPrompt
+from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialToken, SpecialTokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from deepseek_recipe.tokenizer import Tokenizer
+
+__all__ = ["PromptEncoding"]
+
+_GROUNDING = (
+    SpecialToken.Ref,
+    SpecialToken.RefEnd,
+    SpecialToken.Box,
+    SpecialToken.BoxEnd,
+    SpecialToken.Point,
+    SpecialToken.PointEnd,
+    SpecialToken.Polygon,
+    SpecialToken.PolygonEnd,
+)
+
+
+class PromptEncoding:
+    """Base of the two encodings: renders conversations, and encodes them when a tokenizer is attached."""
+
+    dsml_tags: ClassVar[protocol_data.DsmlTags]
+    json_object_block: ClassVar[str]
+    preambles: ClassVar[dict[str | None, str]]
+    spaced_json: ClassVar[Callable[[Any], str]]
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._use_spellings(DEFAULT_SPECIAL_TOKENS)
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
+        """A copy that encodes with `tokenizer`."""
+        copy = type(self)()
+        copy._tokenizer = tokenizer
+        copy._use_spellings(self._special_tokens)
+        return copy
+
+    def with_special_tokens(self, special_tokens: SpecialTokens) -> Self:
+        """A copy that writes the spellings of `special_tokens`."""
+        if not isinstance(special_tokens, SpecialTokens):
+            raise TypeError(f"argument 'special_tokens' must be SpecialTokens, not {type(special_tokens).__name__}")
+        copy = type(self)()
+        copy._tokenizer = self._tokenizer
+        copy._use_spellings(special_tokens)
+        return copy
+
+    def render_conversation(self, conversation: Conversation) -> RenderedPrompt:
+        """The prompt of `conversation`: text, the ranges of its special tokens, its images in order."""
+        if not isinstance(conversation, Conversation):
+            raise TypeError(f"argument 'conversation' must be a Conversation, not {type(conversation).__name__}")
+        out = PromptBuilder(self._image)
+        self._write(conversation, out)
+        return out.finish()
+
+    def encode(self, conversation: Conversation) -> list[int]:
+        """The token ids of the rendered prompt.
+
+        `RuntimeError` without a tokenizer, or when a special token of the prompt is not in its added vocabulary.
+        """
+        if self._tokenizer is None:
+            raise RuntimeError("no tokenizer is attached to the encoding: use with_tokenizer(Tokenizer.from_file(...))")
+        return self._tokenizer.encode_rendered(self.render_conversation(conversation))
+
+    def count_tokens(self, conversation: Conversation) -> int:
+        """How many ids `encode` gives; an image counts as its one placeholder (see `image_token_adjustment`)."""
+        return len(self.encode(conversation))
+
+    # ---- for the subclasses ------------------------------------------------------------------------------------------
+
+    def _write(self, conversation: Conversation, out: PromptBuilder) -> None:
+        raise NotImplementedError
+
+    def _use_spellings(self, special_tokens: SpecialTokens) -> None:
+        spell = special_tokens.token
+        self._special_tokens = special_tokens
+        self._bos, self._eos = spell(SpecialToken.Bos), spell(SpecialToken.Eos)
+        self._think, self._think_end = spell(SpecialToken.ThinkingStart), spell(SpecialToken.ThinkingEnd)
+        self._system, self._user = spell(SpecialToken.System), spell(SpecialToken.User)
+        self._assistant, self._reminder = spell(SpecialToken.Assistant), spell(SpecialToken.LatestReminder)
+        self._dsml, self._image = spell(SpecialToken.Dsml), spell(SpecialToken.Image)
+        spellings = sorted({spell(token) for token in _GROUNDING} - {""}, key=len)
+        self._grounding = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self._tools_before = self._split_template(protocol_data.TOOLS_BLOCK_BEFORE)
+
+    def _split_template(self, template: str) -> tuple[list[str], list[int]]:
+        """The segments of a protocol string and which of them are special tokens."""
+        spellings = {"{dsml}": self._dsml, "{think}": self._think, "{think_end}": self._think_end}
+        for name, tag in self.dsml_tags._asdict().items():
+            template = template.replace("{" + name + "}", tag)
+        pieces = re.split(r"(\{dsml\}|\{think\}|\{think_end\})", template)
+        return [spellings.get(piece, piece) for piece in pieces], [int(piece in spellings) for piece in pieces]
+
+    def _write_spoken(self, text: str, out: PromptBuilder) -> None:
+        """Writes what the model said: grounding spellings in it are the tokens that it emitted."""
+        out.specials_in(text, self._grounding)
+
+    def _tool_line(self, tool: ToolDefinition) -> str:
+        shown = {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters}
+        return type(self).spaced_json(shown)
+
+    def _write_format_block(self, conversation: Conversation, out: PromptBuilder) -> bool:
+        """Writes how to answer, and whether there was anything to write."""
+        if conversation.response_format == "json_object":
+            out.text(self.json_object_block)
+        elif conversation.response_format == "json_schema":
+            out.text(protocol_data.JSON_SCHEMA_PREFIX + type(self).spaced_json(conversation.response_schema))
+        else:
+            return False
+        return True
+
+    def _write_required_suffix(self, out: PromptBuilder) -> None:
+        """Opens the block of calls that a required tool choice promises."""
+        out.text("\n\n<")
+        out.special(self._dsml)
+        out.text(f"{self.dsml_tags.block}>\n")
+
+    def _write_calls(self, calls: Iterable[ToolCall], out: PromptBuilder, *, empty_arguments: str) -> None:
+        r"""Writes the block of calls of an assistant turn.
+
+            \n\n<|DSML|tool_calls>
+            <|DSML|invoke name="f">
+            <|DSML|parameter name="a" string="true">text</|DSML|parameter>
+            </|DSML|invoke>
+            </|DSML|tool_calls>
+        """
+        block, invoke, parameter = self.dsml_tags
+        dsml = self._dsml
+        out.text("\n\n<")
+        out.special(dsml)
+        out.text(f"{block}>\n")
+        for call in calls:
+            out.text("<")
+            out.special(dsml)
+            out.text(f'{invoke} name="{call.name}">\n')
+            arguments = self._arguments(call.arguments)
+            for name, is_string, value in arguments:
+                out.text("<")
+                out.special(dsml)
+                out.text(f'{parameter} name="{name}" string="{is_string}">{value}</')
+                out.special(dsml)
+                out.text(f"{parameter}>\n")
+            out.text("</" if arguments else f"{empty_arguments}</")
+            out.special(dsml)
+            out.text(f"{invoke}>\n")
+        out.text("</")
+        out.special(dsml)
+        out.text(f"{block}>")
+
+    def _arguments(self, text: str) -> list[tuple[str, str, str]]:
+        """(name, "true" | "false" for a string, shown value) of each argument; text that is no object is one string."""
+        try:
+            arguments = loads(text)
+        except JsonTextError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return [("arguments", "true", text)]
+        to_text = type(self).spaced_json
+        return [(k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items()]

@@ -1,0 +1,269 @@
+"""The state machine that splits model output into reasoning, content and calls.
+
+    unit   = what arrives together: one text chunk, one run of ordinary token ids, one special token
+    feed   : unit → [part]        a part is a stretch of one kind, or the fixed text that a marker writes
+
+            settled                   position
+    ─────────┼──────────────────────────┼──▶
+     emitted │ held: may yet be a marker│
+
+A part never spans units. While the tail of a unit is held, the last part before it is held too, so that a delta is
+not torn apart by a marker that turns out to be none. A marker's fixed text belongs to the unit in which it began.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from json.encoder import encode_basestring
+from typing import Any, NamedTuple
+
+from deepseek_recipe.streaming.markers import Marker, Origin
+from deepseek_recipe.streaming.options import ParsingOptions
+from deepseek_recipe.streaming.stages import Effect, PartKind, Rule, Stage, StageName, stages_for, start_stage
+
+__all__ = ["OutputParser", "Part"]
+
+_QUIET_KINDS = (PartKind.REASONING, PartKind.CONTENT)
+_TRIMMED_NEWLINE = Rule(Marker("\n"), StageName.CONTENT)
+
+
+class Part(NamedTuple):
+    """A stretch of output of one public kind. `logprobs` are those of the whole unit that it is from."""
+
+    kind: PartKind
+    text: str
+    logprobs: Any
+
+
+class _Unit:
+    """Text that arrived together, with the parts that are known so far. `is_assigned`: an empty unit found its place."""
+
+    __slots__ = ("end", "is_assigned", "logprobs", "parts", "start", "text")
+
+    def __init__(self, text: str, start: int, logprobs: Any) -> None:
+        self.text = text
+        self.start = start
+        self.end = start + len(text)
+        self.logprobs = logprobs
+        self.is_assigned = bool(text)
+        self.parts: list[_OpenPart] = []
+
+
+class _OpenPart:
+    """A part that may still grow, unless a marker wrote it."""
+
+    __slots__ = ("is_fixed", "kind", "pieces")
+
+    def __init__(self, kind: PartKind, text: str, is_fixed: bool) -> None:
+        self.kind = kind
+        self.pieces = [text]
+        self.is_fixed = is_fixed
+
+
+class OutputParser:
+    """Splits one response. Not reusable.
+
+    `quiet_search` is set while nothing is held and text is passed on as it is: a unit in which it finds nothing may be
+    emitted as one part of `quiet_kind` without asking the parser.
+    """
+
+    def __init__(self, options: ParsingOptions) -> None:
+        self._stages = stages_for(options)
+        name, self._trims_newlines = start_stage(options)
+        self._stage: Stage = self._stages[name]
+        self._state = self._stage.markers.root
+        self._open_units: deque[_Unit] = deque()
+        self._finished_units: list[_Unit] = []
+        self._settled = 0
+        self._position = 0
+        self._run_starts = [0] * len(self._stage.rules)
+        self._last_kind: PartKind | None = None  # of the last text or marker; where an empty unit belongs
+        self._name: list[str] = []
+        self.stop_sequence: str | None = None
+        self.quiet_search: Callable[..., object] | None = None
+        self.quiet_kind = PartKind.CONTENT
+
+    def feed(self, text: str, origin: Origin = Origin.TEXT, logprobs: Any = None) -> list[Part]:
+        """The parts that `text` completes. After a stop sequence everything is ignored."""
+        if self.stop_sequence is not None:
+            return []
+        unit = _Unit(text, self._position, logprobs)
+        self._open_units.append(unit)
+        if origin is Origin.SPECIAL_TOKEN:
+            self._scan_special(unit)
+        elif text:
+            self._scan(unit, origin)
+        else:
+            self._place_empty(unit)
+        self._settle_up_to_held()
+        parts = self._take_parts()
+        self._update_quiet()
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The parts of what is held, as it stands. The end of the stream."""
+        if self._position > self._settled:
+            self._settle(self._position)
+        return self._take_parts()
+
+    def _scan(self, unit: _Unit, origin: Origin) -> None:
+        """Step through a unit of text or ordinary tokens, skipping what cannot begin a marker."""
+        text, length = unit.text, len(unit.text)
+        i = self._trim(text) if self._trims_newlines else 0
+        markers, state = self._stage.markers, self._state
+        while i < length and self.stop_sequence is None:
+            if state is markers.root:
+                start = markers.find_start(text, i)
+                if start is None:
+                    break
+                i = start.start()
+            state = markers.step(state, text[i], origin)
+            i += 1
+            for marker in state.new_runs:
+                self._run_starts[marker] = unit.start + i - 1
+            if state.matched >= 0:
+                self._state = state
+                self._position = unit.start + i
+                self._match(self._stage.rules[state.matched])
+                if self._trims_newlines:
+                    i = self._trim(text, i)
+                markers, state = self._stage.markers, self._state
+        self._state = state
+        if self.stop_sequence is None:
+            self._position = unit.end
+
+    def _scan_special(self, unit: _Unit) -> None:
+        self._trims_newlines = False
+        self._state = self._stage.markers.step_special(self._state, unit.text)
+        self._position = unit.end
+        if self._state.matched >= 0:
+            self._match(self._stage.rules[self._state.matched])
+
+    def _trim(self, text: str, i: int = 0) -> int:
+        """Drop newlines from `i` on, each as a marker of its own; the index of the first character that is none."""
+        base = self._position - i
+        while i < len(text) and text[i] == "\n" and self.stop_sequence is None:
+            i += 1
+            self._position = base + i
+            self._write_marker(self._stage.is_trimming_stop or _TRIMMED_NEWLINE, self._position - 1)
+        self._trims_newlines = i == len(text)
+        return i
+
+    def _match(self, rule: Rule) -> None:
+        """Act on the marker that ends at the present position."""
+        index = self._state.matched
+        _, in_run = self._state.candidates[index]
+        start = self._run_starts[index] if in_run else self._position - len(rule.marker.literal)
+        if start > self._settled:
+            self._settle(start)
+        self._write_marker(rule, start)
+        if rule.effect is not Effect.STOP:
+            self._enter(rule.target, rule.trim)
+
+    def _enter(self, name: StageName, trims_newlines: bool) -> None:
+        self._stage = self._stages[name]
+        self._state = self._stage.markers.root
+        self._run_starts = [0] * len(self._stage.rules)
+        self._trims_newlines = trims_newlines
+
+    def _write_marker(self, rule: Rule, start: int) -> None:
+        """Put what a marker writes into the unit in which it began, and swallow its characters."""
+        text, kind = rule.text, rule.kind
+        if rule.effect is Effect.START_CALL:
+            text, kind = "".join(self._name), PartKind.CALL
+            self._name.clear()
+        elif rule.effect is Effect.STOP:
+            self.stop_sequence = rule.marker.literal
+        first = next(unit for unit in self._open_units if unit.end > start)
+        first.parts.append(_OpenPart(kind, text, is_fixed=True))
+        for unit in self._open_units:
+            unit.is_assigned = True
+        self._settled = self._position
+        self._last_kind = PartKind.DROPPED
+        self._retire_units()
+
+    def _place_empty(self, unit: _Unit) -> None:
+        """An empty unit goes on with what came last; at the very start it waits for what comes first."""
+        if self._position > self._settled or self._last_kind is None:
+            return
+        unit.is_assigned = True
+        if self._last_kind is not PartKind.DROPPED:
+            unit.parts.append(_OpenPart(self._last_kind, "", is_fixed=False))
+        self._retire_units()
+
+    def _settle_up_to_held(self) -> None:
+        state = self._state
+        held_from = self._position - state.progress
+        for marker in state.runs:
+            held_from = min(held_from, self._run_starts[marker])
+        if held_from > self._settled:
+            self._settle(held_from)
+
+    def _settle(self, end: int) -> None:
+        """Give the characters from `settled` to `end` to their units, as text of the present stage."""
+        kind, start = self._stage.text_kind, self._settled
+        for unit in self._open_units:
+            if unit.start > end or (unit.start == end and unit.text):
+                break
+            text = unit.text[max(0, start - unit.start) : end - unit.start]
+            if kind is PartKind.NAME:
+                self._name.append(text)
+            last = unit.parts[-1] if unit.parts else None
+            if last is not None and last.kind is kind and not last.is_fixed:
+                last.pieces.append(text)
+            else:
+                unit.parts.append(_OpenPart(kind, text, is_fixed=False))
+            unit.is_assigned = True
+        self._settled = end
+        self._last_kind = kind
+        self._retire_units()
+
+    def _retire_units(self) -> None:
+        units = self._open_units
+        while units and units[0].end <= self._settled and units[0].is_assigned:
+            self._finished_units.append(units.popleft())
+
+    def _take_parts(self) -> list[Part]:
+        """Remove and return what can be emitted: all parts of finished units, all but the last of the first open one."""
+        if self.stop_sequence is not None:
+            self._finished_units += self._open_units
+            self._open_units.clear()
+        taken: list[Part] = []
+        for unit in self._finished_units:
+            taken += _public_parts(unit, len(unit.parts))
+        self._finished_units.clear()
+        if self._open_units:
+            unit = self._open_units[0]
+            taken += _public_parts(unit, len(unit.parts) - 1)
+            del unit.parts[:-1]
+        return taken
+
+    def _update_quiet(self) -> None:
+        stage = self._stage
+        is_quiet = (
+            stage.text_kind in _QUIET_KINDS
+            and not self._open_units
+            and not self._trims_newlines
+            and self._state is stage.markers.root
+            and self._last_kind is stage.text_kind
+            and self.stop_sequence is None
+        )
+        self.quiet_search = stage.markers.find_start if is_quiet else None
+        self.quiet_kind = stage.text_kind
+
+
+def _public_parts(unit: _Unit, count: int) -> list[Part]:
+    """The first `count` parts of `unit` in their public form."""
+    taken: list[Part] = []
+    for part in unit.parts[: max(count, 0)]:
+        kind = part.kind
+        if kind is PartKind.DROPPED or kind is PartKind.NAME:
+            continue
+        text = "".join(part.pieces)
+        if kind is PartKind.SPACE:
+            kind, text = PartKind.CONTENT, " "
+        elif kind is PartKind.STRING:
+            kind, text = PartKind.ARGUMENTS, encode_basestring(text)[1:-1]
+        taken.append(Part(kind, text, unit.logprobs))
+    return taken

@@ -43,10 +43,7 @@ find_python() {
         "$VENV/bin/python" \
         "python$PYTHON_VERSION" python3 python \
         "$pyenv_root"/versions/"$PYTHON_VERSION"*/bin/python \
-        "$HOME"/.local/share/uv/python/cpython-"$PYTHON_VERSION"*/bin/python3 \
-        /opt/homebrew/bin/python"$PYTHON_VERSION" \
-        /usr/local/bin/python"$PYTHON_VERSION" \
-        /usr/bin/python"$PYTHON_VERSION"; do
+        "$HOME"/.local/share/uv/python/cpython-"$PYTHON_VERSION"*/bin/python3; do
         if is_wanted_python "$candidate"; then
             # A virtual environment's own interpreter may be gone tomorrow, and a shim may mean another one: name the real file.
             "$candidate" -c 'import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'
@@ -80,6 +77,7 @@ find_uv() {
 # First where `pip install` puts commands, so that `uv` is found like any other; into .uv/ where pip may not write there.
 install_uv() {
     local python
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_WARN_SCRIPT_LOCATION=1
     if "$PYTHON" -m pip install --quiet "uv$UV_RANGE" >&2 2>/dev/null; then
         command -v pyenv >/dev/null && pyenv rehash
         find_uv && return

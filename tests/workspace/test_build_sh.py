@@ -1,0 +1,143 @@
+"""build.sh: quick when nothing is to do, one clear sentence when something is wrong, checks before it installs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.workspace.conftest import ROOT
+
+SECOND_RUN_LIMIT_S = 5.0
+
+
+def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run build.sh with no network and without this process's own choice of Python and uv."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"UV", "UV_PYTHON", "VIRTUAL_ENV", "DEEPINFER_ACCELERATOR", "CUDA_HOME", "CUDA_PATH"}
+        and not name.startswith("ASCEND_")
+    }
+    return subprocess.run(
+        ["/bin/bash", ROOT / "build.sh", *arguments],
+        cwd="/",
+        env=inherited | {"UV_OFFLINE": "1"} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def fake_nvcc(folder: Path, release: str) -> Path:
+    executable(folder / "bin/nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.88'")
+    return folder
+
+
+def fake_cann(folder: Path, version: str) -> Path:
+    info = folder / "x86_64-linux/ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\ninnerversion=V100R001\n", encoding="utf-8")
+    return folder
+
+
+def last_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_second_run_is_quick_needs_no_network_and_leaves_the_lock_alone() -> None:
+    lock = (ROOT / "uv.lock").read_bytes()
+    start = time.monotonic()
+    done = build()
+    elapsed_s = time.monotonic() - start
+    assert done.returncode == 0, done.stderr
+    assert "already as locked" in done.stdout
+    assert "nvidia" in done.stdout
+    assert "ascend" in done.stdout
+    assert elapsed_s < SECOND_RUN_LIMIT_S
+    assert (ROOT / "uv.lock").read_bytes() == lock
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("arguments", "accelerator", "sentence"),
+    [
+        ((), "amd", "DEEPINFER_ACCELERATOR is 'amd': it must be cpu, nvidia or ascend (unset means cpu)"),
+        ((), "cpu nvidia", "DEEPINFER_ACCELERATOR is 'cpu nvidia': it must be cpu, nvidia or ascend (unset means cpu)"),
+        (("--fast",), "cpu", "unknown argument '--fast'"),
+    ],
+)
+def test_a_wrong_choice_is_named(arguments: tuple[str, ...], accelerator: str, sentence: str) -> None:
+    done = build(*arguments, DEEPINFER_ACCELERATOR=accelerator)
+    assert done.returncode == 1
+    assert last_sentence(done) == f"build.sh: {sentence}"
+
+
+def test_nvidia_wants_nvcc_13(tmp_path: Path) -> None:
+    old = build("--check", DEEPINFER_ACCELERATOR="nvidia", CUDA_HOME=str(fake_nvcc(tmp_path / "old", "12.8")))
+    new = build("--check", DEEPINFER_ACCELERATOR="nvidia", CUDA_HOME=str(fake_nvcc(tmp_path / "new", "13.1")))
+    assert old.returncode == 1
+    assert f"nvcc is 12.8  {tmp_path}/old/bin/nvcc: CUDA toolkit 13 is needed" in old.stdout
+    assert last_sentence(old).startswith("build.sh: DEEPINFER_ACCELERATOR=nvidia needs what is missing above")
+    assert new.returncode == 0, new.stdout
+    assert f"13.1  {tmp_path}/new/bin/nvcc" in new.stdout
+
+
+def test_an_old_gcc_is_only_a_warning(tmp_path: Path) -> None:
+    executable(tmp_path / "bin/g++", "echo 'g++ (Debian 12.2.0-14) 12.2.0'")
+    done = build(
+        "--check",
+        DEEPINFER_ACCELERATOR="nvidia",
+        CUDA_HOME=str(fake_nvcc(tmp_path, "13.0")),
+        PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"warning: g++ is 12.2  {tmp_path}/bin/g++: deepinfer-gemm and deepinfer-ep need 13" in done.stdout
+
+
+def test_ascend_wants_cann_9_2(tmp_path: Path) -> None:
+    none = build("--check", DEEPINFER_ACCELERATOR="ascend", HOME=str(tmp_path))
+    old = build("--check", DEEPINFER_ACCELERATOR="ascend", ASCEND_HOME_PATH=str(fake_cann(tmp_path / "a", "8.5.0")))
+    new = build("--check", DEEPINFER_ACCELERATOR="ascend", ASCEND_HOME_PATH=str(fake_cann(tmp_path / "b", "9.2.RC1")))
+    assert (none.returncode, old.returncode, new.returncode) == (1, 1, 0)
+    assert "CANN was not found: install CANN 9.2" in none.stdout
+    assert f"CANN is 8.5  {tmp_path}/a: CANN 9.2 or newer is needed" in old.stdout
+    assert f"9.2  {tmp_path}/b" in new.stdout
+
+
+def test_a_python_that_pyenv_has_but_does_not_select_is_found(tmp_path: Path) -> None:
+    unselected = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
+    for name in ("python3.12", "python3", "python"):
+        executable(tmp_path / "shims" / name, unselected)
+    found = tmp_path / "versions/3.12.99/bin/python"
+    found.parent.mkdir(parents=True)
+    found.symlink_to(sys.executable)
+    done = build(
+        "--check",
+        PATH=f"{tmp_path}/shims:/usr/bin:/bin",
+        PYENV_ROOT=str(tmp_path),
+        UV_PROJECT_ENVIRONMENT=str(tmp_path / "no-environment-yet"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.path.realpath(sys.executable) in done.stdout
+
+
+def test_a_missing_python_is_named_with_ways_to_get_it(tmp_path: Path) -> None:
+    for name in ("dirname", "cat"):
+        executable(tmp_path / "bin" / name, f'exec /usr/bin/{name} "$@"')
+    nowhere = {"HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path), "UV_PROJECT_ENVIRONMENT": str(tmp_path / "none")}
+    done = build(PATH=f"{tmp_path}/bin", **nowhere)
+    assert done.returncode == 1
+    assert last_sentence(done).startswith("build.sh: Python 3.12 was not found: install it ('pyenv install 3.12'")

@@ -1,0 +1,151 @@
+"""The kernel contract: one table of operations, filled by a provider and, op by op, by the reference.
+
+    Kernels          a plain object with one function an operation; the model calls `kernels.attend(...)`, nothing in between
+    OPS              what each must fulfil: exactness, tolerance, row invariance
+    KernelProvider   what an entry point of group `deepinfer.kernels` is
+
+Shapes: R rows (tokens of a step; rows of one request are contiguous), D hidden, S streams, H heads, hd head_dim, W window, E selected
+entries, k experts a row. Caches are 2-D, one row an entry, *plain* (rounded values in a float dtype) or *packed* (uint8 records,
+see reference/records.py); a provider names the form it wants and the reference reads both. Row indices into caches are int64, -1 =
+invisible. Weights of products are stored [K, N].
+
+Attention, indexer and experts are split in `plan_*` (what is the same for many layers of a step) and a run function without host
+synchronisation. What `plan_*` returns is private to the table that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.config.model import ModelConfig
+
+__all__ = ["OPS", "Capability", "KernelProvider", "Kernels", "OpContract", "Unavailable"]
+
+PlanHandle: TypeAlias = Any  # private to a provider
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions that the model runs on. Signatures are those of the reference functions of the same name."""
+
+    # products
+    linear: Callable[[Tensor, Tensor], Tensor]  # x [R, K], w [K, N] -> [R, N]
+    grouped_linear: Callable[[Tensor, Tensor], Tensor]  # x [R, G, K], w [G, K, N] -> [R, G, N]
+    # norms and rope
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [.., D], w [D], eps
+    rope_table: Callable[[Tensor, Tensor], Tensor]  # positions [R], frequencies [P] -> [R, 2, 2P]
+    apply_rope: Callable[..., Tensor]  # x [R, (H,) D], table, inverse=False
+    # residual streams
+    mhc_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]  # X, fn, base, scale -> pre, post, C
+    mhc_collapse: Callable[[Tensor, Tensor], Tensor]  # X [R, S, D], pre [R, S] -> [R, D]
+    mhc_expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # X, y, post, C -> X'
+    # caches
+    write_window: Callable[[Tensor, Tensor, Tensor], None]  # cache, rows [R], keys [R, hd]: rounds and stores
+    write_entries: Callable[[Tensor, Tensor, Tensor], None]
+    write_index_keys: Callable[[Tensor, Tensor, Tensor], None]
+    copy_rows: Callable[[Tensor, Tensor, Tensor], None]  # cache, destination rows [n], source rows [n], disjoint
+    round_index: Callable[[Tensor], Tensor]  # index queries [R, Hi, Di]
+    pool_pairs: Callable[[Tensor, Tensor], Tensor]  # first, second [R, 2, hd] -> [R, hd]
+    # attention
+    plan_keys: Callable[[Tensor], PlanHandle]  # cache rows [R, W or E], -1 = invisible
+    attend: Callable[..., Tensor]  # q, window cache, window plan, entry cache | None, entry plan | None, sink -> [R, H, hd]
+    # indexer
+    plan_index: Callable[..., PlanHandle]  # block rows [R, B], entries a block, num_visible [R]
+    index_scores: Callable[..., Tensor]  # iq, w, index cache, plan, candidates | None, block size -> [R, N]
+    candidate_blocks: Callable[[Tensor, Tensor, int, int], Tensor]  # scores, num_visible, block, top blocks -> [R, NB] bool
+    select_entries: Callable[[Tensor, int], Tensor]  # scores, k -> [R, k] ascending, -1
+    # experts
+    route: Callable[..., tuple[Tensor, Tensor]]  # x, gate, bias, k, scale -> ids ascending, weights
+    plan_experts: Callable[[Tensor, int], PlanHandle]  # local ids [R, k], number of local experts
+    run_experts: Callable[..., Tensor]  # x, weights, plan, w13, w2, limit -> [R, k, D]
+    shared_expert: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    combine_experts: Callable[[Tensor, Tensor], Tensor]  # pairs [R, k, D], shared [R, D] -> [R, D]
+    # engram, dspark
+    engram_rows: Callable[..., Tensor]
+    engram_gate: Callable[..., Tensor]
+    markov_step: Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class OpContract:
+    """What an implementation of one operation must fulfil.
+
+    `exact`: the result equals the reference bit for bit (integers, bytes, roundings). Otherwise |out - ref| <= atol + rtol * |ref|
+    for at least 99.9 % of the elements, with the tolerance of the compute dtype. `row_invariant`: the bits of a row depend on that row's
+    inputs only; demanded by the engine's `batch_invariant` switch.
+    """
+
+    name: str
+    exact: bool
+    float32_tolerance: float = 1e-5  # both atol and rtol; the order of additions is free
+    bfloat16_tolerance: float = 2e-2  # inputs and outputs are rounded to 8 bits, about three roundings in a row
+    row_invariant: bool = True
+
+
+def _contract(name: str) -> OpContract:
+    exact = name in _EXACT
+    return OpContract(name, exact, **_TOLERANCES.get(name, {}))
+
+
+_EXACT = frozenset(
+    ("write_window", "write_entries", "write_index_keys", "copy_rows", "round_index", "candidate_blocks", "select_entries",
+     "engram_rows", "plan_keys", "plan_index", "plan_experts", "combine_experts")
+)  # fmt: skip
+_TOLERANCES: dict[str, dict[str, float]] = {
+    # 39 normalizations in a row, each with a division
+    "mhc_mix": {"float32_tolerance": 2e-5},
+    # cosines of angles up to 10^6 radians: the reduction differs between libraries
+    "rope_table": {"float32_tolerance": 1e-4},
+    # sums over thousands of terms of both signs
+    "linear": {"float32_tolerance": 1e-4},
+    "grouped_linear": {"float32_tolerance": 1e-4},
+    "shared_expert": {"float32_tolerance": 1e-4},
+    "run_experts": {"float32_tolerance": 1e-4},
+    "index_scores": {"float32_tolerance": 1e-4},
+    "markov_step": {"float32_tolerance": 1e-4},
+}
+OPS: Mapping[str, OpContract] = {spec.name: _contract(spec.name) for spec in fields(Kernels)}
+
+
+# ---- providers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Capability:
+    """A provider can run here."""
+
+    device: str  # torch device type
+    arch: str  # sm_90, ascend950, x86_64 ..
+    summary: str  # one line for people
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """A provider cannot run here."""
+
+    reason: str  # one sentence: what is missing and how to get it
+
+
+@runtime_checkable
+class KernelProvider(Protocol):
+    """What an entry point of group `deepinfer.kernels` refers to."""
+
+    name: str
+    cache_form: Literal["plain", "packed"]
+
+    def probe(self) -> Capability | Unavailable:
+        """Cheap and without side effects: imports neither tilelang nor torch_npu, makes no CUDA context."""
+        ...
+
+    def load(self) -> Mapping[str, Callable[..., Any]]:
+        """Functions by name of `Kernels`; raises KernelError with the reason where `probe` says unavailable."""
+        ...
+
+    def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
+        """None where the loaded function handles this model's shapes, else why not; such an op comes from the reference."""
+        ...

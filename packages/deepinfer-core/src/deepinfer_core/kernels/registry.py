@@ -1,0 +1,132 @@
+"""Picks the kernel provider, once a process, and fills the table of operations.
+
+    DEEPINFER_ACCELERATOR=cpu|nvidia|ascend   names it; a named provider that cannot run is an error, never a silent CPU run
+    unset                                     the one provider whose probe succeeds, else cpu; two are an error that names both
+
+Importing this module looks at nothing; `choose_provider` runs the probes, which make no device context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import torch
+
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.contract import OPS, Capability, KernelProvider, Kernels, Unavailable
+from deepinfer_core.kernels.reference import REFERENCE
+
+__all__ = ["ENTRY_POINT_GROUP", "KernelChoice", "OpSource", "ProviderStatus", "build_kernels", "choose_provider", "provider_statuses"]
+
+ENTRY_POINT_GROUP = "deepinfer.kernels"
+_REFERENCE_NAMES = ("cpu", "reference")
+
+
+@dataclass(frozen=True)
+class ProviderStatus:
+    """One installed provider and what its probe said."""
+
+    name: str
+    provider: KernelProvider | None
+    result: Capability | Unavailable
+
+
+@dataclass(frozen=True)
+class OpSource:
+    """Where an operation of the table comes from, and why."""
+
+    op: str
+    provider: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The outcome of the choice; `provider` is None for the reference on the CPU."""
+
+    name: str
+    provider: KernelProvider | None
+    device: str
+    reason: str
+
+
+def provider_statuses() -> list[ProviderStatus]:
+    """Probe every installed provider, by name. A provider that fails to import or to probe is reported, not raised."""
+    return [_status(entry) for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)]
+
+
+def choose_provider(requested: str | None, statuses: list[ProviderStatus] | None = None) -> KernelChoice:
+    """`requested` is the value of DEEPINFER_ACCELERATOR or of the setting, None = look. Raises KernelError."""
+    if requested in _REFERENCE_NAMES:
+        return KernelChoice("cpu", None, "cpu", f"{requested!r} was asked for")
+    found = provider_statuses() if statuses is None else statuses
+    if requested is not None:
+        return _named(requested, found)
+    usable = [status for status in found if isinstance(status.result, Capability)]
+    if len(usable) > 1:
+        names = " and ".join(status.name for status in usable)
+        raise KernelError(f"{names} can both run here; set DEEPINFER_ACCELERATOR to one of them, or to cpu")
+    if not usable:
+        reasons = "; ".join(f"{status.name}: {_reason(status)}" for status in found) or "no kernel package is installed"
+        return KernelChoice("cpu", None, "cpu", reasons)
+    return _choice(usable[0])
+
+
+def build_kernels(choice: KernelChoice, config: ModelConfig, dtype: torch.dtype) -> tuple[Kernels, list[OpSource]]:
+    """The table for one model: the provider's function where there is one that takes the shapes, else the reference's."""
+    loaded: Mapping[str, Callable[..., Any]] = {} if choice.provider is None else choice.provider.load()
+    unknown = sorted(set(loaded) - set(OPS))
+    if unknown:
+        raise KernelError(f"provider {choice.name} offers operations that the contract does not have: {', '.join(unknown)}")
+    table: dict[str, Callable[..., Any]] = {}
+    sources: list[OpSource] = []
+    for spec in fields(Kernels):
+        op = spec.name
+        why_not = "not offered by the provider" if choice.provider is not None else "no provider is chosen"
+        if choice.provider is not None and op in loaded:
+            why_not = choice.provider.unsupported(op, config, dtype)
+        if op in loaded and why_not is None:
+            table[op] = loaded[op]
+            sources.append(OpSource(op, choice.name, "offered by the provider"))
+        else:
+            table[op] = getattr(REFERENCE, op)
+            sources.append(OpSource(op, "reference", why_not or ""))
+    return Kernels(**table), sources
+
+
+def _status(entry: EntryPoint) -> ProviderStatus:
+    try:
+        provider = entry.load()
+        provider = provider() if isinstance(provider, type) else provider
+        if not isinstance(provider, KernelProvider):
+            return ProviderStatus(entry.name, None, Unavailable(f"{entry.value} is not a kernel provider; reinstall its package"))
+        return ProviderStatus(entry.name, provider, provider.probe())
+    except Exception as error:  # a broken plug-in must not break the engine
+        return ProviderStatus(entry.name, None, Unavailable(f"{type(error).__name__}: {error}"))
+
+
+def _named(requested: str, found: list[ProviderStatus]) -> KernelChoice:
+    for status in found:
+        if status.name == requested:
+            if isinstance(status.result, Unavailable):
+                raise KernelError(
+                    f"the accelerator {requested!r} was asked for and cannot run here: {status.result.reason} "
+                    "(`deepinfer doctor` explains; DEEPINFER_ACCELERATOR=cpu runs on the CPU)"
+                )
+            return _choice(status)
+    known = ", ".join(["cpu", *(status.name for status in found)])
+    raise KernelError(f"the accelerator {requested!r} has no installed provider; installed: {known}")
+
+
+def _choice(status: ProviderStatus) -> KernelChoice:
+    if not isinstance(status.result, Capability):
+        raise KernelError(f"{status.name}: {status.result.reason}")
+    return KernelChoice(status.name, status.provider, status.result.device, status.result.summary)
+
+
+def _reason(status: ProviderStatus) -> str:
+    return status.result.reason if isinstance(status.result, Unavailable) else status.result.summary

@@ -12,13 +12,15 @@ on form the decoder half: they own no long-range KV but that one. Source of ever
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from deepinfer_core.config.model_rules import check_model_config
 from deepinfer_core.errors import ConfigError, ModelNotFoundError
+
+__all__ = ["LayerRole", "ModelConfig", "VisionConfig", "YarnConfig"]
 
 _MAX_INT = 2**31 - 1
 _MAX_CONFIG_BYTES = 4 << 20
@@ -34,6 +36,18 @@ class YarnConfig:
     beta_fast: float
     beta_slow: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the vision tower that name and shape its tensors; 0 layers = no vision tensors at all."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    patch_size: int
+    downsample_ratio: int
 
 
 @dataclass(frozen=True)
@@ -93,10 +107,10 @@ class ModelConfig:
     image_token_id: int
     dtype: str = "bfloat16"
     n_shared_experts: int = 1
-    vision: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
-        _validate(self)
+        check_model_config(self)
 
     # ---- schedules -----------------------------------------------------------------------------------------------
 
@@ -129,6 +143,11 @@ class ModelConfig:
             and self.kv_owner(layer) == self.kv_owner(self.candidate_source_layer_id)
         )
 
+    @property
+    def engram_columns(self) -> int:
+        """Table rows that a token reads in one Engram layer: one for each n-gram size from 2 up and each head."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
     @cached_property
     def exact_decoder_rows(self) -> int:
         """Rows of the decoder half that make the last row identical to a full pass: 1 + (layers - cut)(window - 1)."""
@@ -148,7 +167,9 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         try:
             if path.stat().st_size > _MAX_CONFIG_BYTES:
-                raise ConfigError(f"{path} has {path.stat().st_size} bytes; a config.json has at most {_MAX_CONFIG_BYTES}")
+                raise ConfigError(
+                    f"{path} has {path.stat().st_size} bytes; a config.json has at most {_MAX_CONFIG_BYTES}"
+                )
             raw = json.loads(path.read_bytes())
         except OSError as error:
             raise ModelNotFoundError(
@@ -204,7 +225,7 @@ def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
     _check_fixed(text, _FIXED_VALUES, f"{where}: text_config")
     if isinstance(root.get("quantization_config"), dict):
         _check_fixed(root["quantization_config"], _FIXED_QUANTIZATION, f"{where}: quantization_config")
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"vision": _vision(root.get("vision_config"), where)}
     for spec in fields(ModelConfig):
         if spec.name == "vision":
             continue
@@ -214,9 +235,20 @@ def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
                 continue
             raise ConfigError(f"{where}: the key {spec.name!r} is missing; it is part of every DeepSeek-V4.1 config")
         values[spec.name] = _convert(spec.name, str(spec.type), source[spec.name], where)
-    vision = root.get("vision_config", {})
-    values["vision"] = vision if isinstance(vision, dict) else {}
     return values
+
+
+def _vision(section: Any, where: str) -> VisionConfig | None:
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where}: vision_config must be an object, not {type(section).__name__}")
+    sizes: dict[str, Any] = section
+    names = [spec.name for spec in fields(VisionConfig)]
+    for name in names:
+        if name not in sizes:
+            raise ConfigError(f"{where}: vision_config lacks {name!r}")
+    return VisionConfig(**{name: _integer(f"vision_config.{name}", sizes[name], where) for name in names})
 
 
 def _check_fixed(section: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
@@ -261,93 +293,3 @@ def _yarn(name: str, value: Any, where: str) -> YarnConfig:
             raise ConfigError(f"{where}: {name} lacks {spec.name!r}")
         parts[spec.name] = _convert(f"{name}.{spec.name}", str(spec.type), value[spec.name], where)
     return YarnConfig(**parts)
-
-
-# ---- rules that tie values together ---------------------------------------------------------------------------------
-
-_AT_LEAST_ONE = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank",
-    "o_groups", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings",
-    "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size",
-    "hc_mult", "hc_sinkhorn_iters", "engram_max_ngram_size", "engram_n_heads", "engram_head_dim", "engram_vocab_size",
-    "engram_compressed_vocab_size",
-)  # fmt: skip
-
-
-def _validate(c: ModelConfig) -> None:
-    for name in _AT_LEAST_ONE:
-        if getattr(c, name) < 1:
-            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; it must be at least 1")
-    if c.rope_theta <= 1 or c.compress_rope_theta <= 1:
-        raise ConfigError(f"config.json: rope_theta {c.rope_theta} and compress_rope_theta {c.compress_rope_theta} must be over 1")
-    yarn = c.rope_scaling
-    if yarn.factor < 1 or yarn.beta_fast <= 0 or yarn.beta_slow <= 0 or yarn.original_max_position_embeddings < 1:
-        raise ConfigError(f"config.json: rope_scaling {yarn} needs factor >= 1, betas > 0 and a positive original length")
-    _validate_widths(c)
-    _validate_schedule(c)
-    _validate_dspark(c)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "engram_pad_token_id"):
-        if getattr(c, name) >= c.vocab_size:
-            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; the vocabulary has {c.vocab_size} entries")
-
-
-def _validate_widths(c: ModelConfig) -> None:
-    if c.qk_rope_head_dim % 2 or not 2 <= c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim):
-        raise ConfigError(
-            f"config.json: qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most head_dim {c.head_dim} and "
-            f"index_head_dim {c.index_head_dim}"
-        )
-    for name, step in (("head_dim", 32), ("index_head_dim", 32), ("engram_head_dim", 32), ("hidden_size", 32),
-                       ("moe_intermediate_size", 32)):  # fmt: skip
-        if getattr(c, name) % step:
-            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; the quantized layout needs a multiple of {step}")
-    if c.num_attention_heads % c.o_groups:
-        raise ConfigError(f"config.json: {c.num_attention_heads} heads do not divide into o_groups {c.o_groups}")
-    if c.num_experts_per_tok > c.n_routed_experts:
-        raise ConfigError(f"config.json: num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}")
-
-
-def _validate_schedule(c: ModelConfig) -> None:
-    layers = c.num_hidden_layers
-    if len(c.compress_ratios) != layers + c.num_nextn_predict_layers:
-        raise ConfigError(
-            f"config.json: compress_ratios has {len(c.compress_ratios)} entries; {layers} layers and "
-            f"{c.num_nextn_predict_layers} draft stages need {layers + c.num_nextn_predict_layers}"
-        )
-    if any(ratio not in (0, 1, 2) for ratio in c.compress_ratios) or any(c.compress_ratios[layers:]):
-        raise ConfigError(f"config.json: compress_ratios {list(c.compress_ratios)} may hold 0, 1, 2, and 0 for draft stages")
-    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
-        ids: tuple[int, ...] = getattr(c, name)
-        if list(ids) != sorted(set(ids)) or any(i >= layers for i in ids):
-            raise ConfigError(f"config.json: {name} {list(ids)} must ascend strictly below num_hidden_layers {layers}")
-    if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
-        raise ConfigError("config.json: engram_num_embeddings must have one entry for each of engram_layer_ids")
-    for layer in range(layers):
-        if c.compress_ratios[layer] == 0:
-            if layer in c.kv_source_layer_ids or layer in c.index_source_layer_ids:
-                raise ConfigError(f"config.json: layer {layer} has ratio 0 and can be neither a KV nor an index source")
-            continue
-        owner, selector = c.kv_owner(layer), c.index_owner(layer)
-        if owner is None or selector is None or selector < owner:
-            raise ConfigError(f"config.json: layer {layer} (ratio {c.compress_ratios[layer]}) has no KV and index source before it")
-        if c.compress_ratios[owner] != c.compress_ratios[layer]:
-            raise ConfigError(f"config.json: layer {layer} and its KV source {owner} have different compress_ratios")
-    if c.candidate_source_layer_id not in c.index_source_layer_ids:
-        raise ConfigError(
-            f"config.json: candidate_source_layer_id {c.candidate_source_layer_id} is not one of index_source_layer_ids "
-            f"{list(c.index_source_layer_ids)}"
-        )
-
-
-def _validate_dspark(c: ModelConfig) -> None:
-    if c.num_nextn_predict_layers == 0:
-        return
-    for name in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok"):
-        if getattr(c, name) < 1:
-            raise ConfigError(f"config.json: {name} is {getattr(c, name)}; draft stages need at least 1")
-    if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
-        raise ConfigError("config.json: dspark_num_experts_per_tok exceeds dspark_n_routed_experts")
-    if c.dspark_noise_token_id >= c.vocab_size:
-        raise ConfigError(f"config.json: dspark_noise_token_id {c.dspark_noise_token_id} is outside the vocabulary {c.vocab_size}")
-    if not c.dspark_target_layer_ids or any(i >= c.num_hidden_layers for i in c.dspark_target_layer_ids):
-        raise ConfigError(f"config.json: dspark_target_layer_ids {list(c.dspark_target_layer_ids)} must name existing layers")

@@ -1,0 +1,51 @@
+"""Rows of one Engram table, kept as they are on disk and dequantized when they are looked up.
+
+    row r:  e4m3 codes [W]  x  2^(scale[W / 32] - 127), one scale a 32 columns             264 bytes a row in the release
+
+The release has two tables of 384 M rows (98 GB each) of which a token reads 24 rows, so a table may stay in host memory, on the
+device, or memory-mapped on disk. A process may own a part of the rows: `lookup` gives zeros for the others, so that the sum over
+the owners is the full result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.checkpoint.dequantize import dequantize_rows
+
+__all__ = ["EngramTable"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngramTable:
+    """Rows `first_row .. first_row + len(codes) - 1` of a table of `num_rows`."""
+
+    codes: Tensor  # [R, W] uint8, bits of float8_e4m3fn
+    scales: Tensor  # [R, W / 32] uint8, bits of float8_e8m0fnu
+    num_rows: int
+    first_row: int
+    dtype: torch.dtype  # of what `lookup` returns
+    device: torch.device  # of what `lookup` returns; the table itself may live elsewhere
+
+    @property
+    def owned_rows(self) -> range:
+        """The rows that this process holds."""
+        return range(self.first_row, self.first_row + self.codes.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Columns of a row (engram_head_dim)."""
+        return self.codes.shape[1]
+
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Dequantized rows [N, W] for `rows` [N] int64 (0 <= row < num_rows; not checked), zeros for rows held elsewhere."""
+        local = rows.to(self.codes.device) - self.first_row  # [N]
+        if self.codes.shape[0] == self.num_rows:
+            return dequantize_rows(self.codes[local], self.scales[local], self.dtype).to(self.device)
+        held = (local >= 0) & (local < self.codes.shape[0])
+        values = torch.zeros(len(rows), self.width, dtype=self.dtype, device=self.codes.device)
+        values[held] = dequantize_rows(self.codes[local[held]], self.scales[local[held]], self.dtype)
+        return values.to(self.device)

@@ -1,0 +1,81 @@
+"""Reads byte ranges of validated shards, from many threads, and counts what it reads.
+
+Plain reads instead of a mapping: a file that shrinks while it is read is then an error and not a SIGBUS. Only tables that are to
+stay on disk are mapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer_core.checkpoint.folder import Checkpoint
+from deepinfer_core.errors import CheckpointError
+
+__all__ = ["CheckpointReader"]
+
+_TORCH_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+
+
+class CheckpointReader:
+    """Tensors of one checkpoint by name. `on_bytes` is called with each number of bytes read, one call at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, on_bytes: Callable[[int], object]) -> None:
+        self.checkpoint = checkpoint
+        self.bytes_by_part: Counter[str] = Counter()
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """The tensor as stored, or its `rows` (of the first dimension, step 1). Raises CheckpointError when bytes are missing."""
+        stored = self.checkpoint.tensors[name]
+        shape, offset, num_bytes = stored.shape, stored.offset, stored.num_bytes
+        if rows is not None:
+            row_bytes = num_bytes // shape[0]
+            shape, offset, num_bytes = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
+        buffer = np.empty(num_bytes, dtype=np.uint8)
+        _fill(buffer, stored.path, offset)
+        with self._lock:
+            self.bytes_by_part[self.checkpoint.specs[name].part] += num_bytes
+            self._on_bytes(num_bytes)
+        return torch.from_numpy(buffer).view(_TORCH_DTYPES[stored.dtype]).view(shape)
+
+    def map_rows(self, name: str, rows: range) -> Tensor:
+        """`rows` of a two-dimensional tensor of one-byte elements as read-only uint8 [len(rows), columns], mapped, nothing read."""
+        stored = self.checkpoint.tensors[name]
+        shape = (len(rows), stored.shape[1])
+        if 0 in shape:  # an empty range cannot be mapped
+            return torch.empty(shape, dtype=torch.uint8)
+        mapped = np.memmap(stored.path, np.uint8, "r", stored.offset + rows.start * shape[1], shape)
+        return torch.from_dlpack(
+            mapped
+        )  # torch.from_numpy would warn that the array is read-only; nothing writes to it
+
+
+def _fill(buffer: NDArray[np.uint8], path: Path, offset: int) -> None:
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while len(view):
+                count = file.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{path} became shorter while it was read; fetch this shard again")
+                view = view[count:]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); check the disk or fetch this shard again"
+        ) from error

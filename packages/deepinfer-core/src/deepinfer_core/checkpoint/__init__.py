@@ -1,3 +1,3 @@
-"""Checkpoints in the released layout: manifest of tensors, header validation, dequantization, loading, writing, memory plan."""
+"""Checkpoints in the released layout: which tensors they hold, reading, dequantization, writing, memory plan."""
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     FP8    e4m3 q[i, j]        -> q[i, j] * 2^(s[i // 32, j // 32] - 127)
     FP4    byte k of a row     -> columns 2k (low nibble) and 2k + 1 (high nibble):
            code c (bit 3 = sign) -> +-[0, .5, 1, 1.5, 2, 3, 4, 6][c & 7] * 2^(s[i, j // 32] - 127)
-    row    e4m3 q[r, j]        -> q[r, j] * 2^(s[r, j // 32] - 127)                                       (Engram tables)
+    row    e4m3 q[r, j]        -> q[r, j] * 2^(s[r, j // 32] - 127)                                  (Engram tables)
 
-A code has at most 4 significant bits and every scale is a power of two, so the products are exact in float32 and, above bfloat16's
-subnormals, in bfloat16. All functions accept leading batch dimensions and codes and scales as uint8, int8 or the 8-bit float types.
+A code has at most 4 significant bits and every scale is a power of two, so the products are exact in float32 and, above
+bfloat16's subnormals, in bfloat16. All functions accept leading batch dimensions and codes and scales as uint8, int8 or
+the 8-bit float types.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Constants of the Engram hash (model.md 2.6), a function of the config alone.
 
-    multipliers  per layer l: 2 v + 1 with v from NumPy's default_rng(10007 l), max_ngram draws in [0, floor(floor((2^63 - 1) / C) / 2))
+    multipliers  2 v + 1 for max_ngram draws v of NumPy's default_rng(10007 layer) in [0, floor((2^63 - 1) / C) div 2)
     primes       consecutive primes from engram_vocab_size up, never reused, in the order (layer, n-gram size 2.., head)
     offsets      column c of a layer owns rows [offset_c, offset_c + prime_c); offsets are running sums of the primes
 
@@ -40,8 +40,8 @@ def engram_hashes(config: ModelConfig) -> dict[int, EngramHash]:
         columns = tuple(next(primes) for _ in range(config.engram_columns))
         if sum(columns) > num_rows:
             raise ConfigError(
-                f"config.json: engram_num_embeddings is {num_rows} for layer {layer}; the primes from engram_vocab_size "
-                f"{config.engram_vocab_size} up need {sum(columns)} rows"
+                f"config.json: engram_num_embeddings is {num_rows} for layer {layer}; the primes from "
+                f"engram_vocab_size {config.engram_vocab_size} up need {sum(columns)} rows"
             )
         offsets = (0, *accumulate(columns[:-1]))
         hashes[layer] = EngramHash(_multipliers(config, layer), columns, offsets)

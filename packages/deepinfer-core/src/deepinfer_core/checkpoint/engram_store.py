@@ -1,10 +1,10 @@
 """Rows of one Engram table, kept as they are on disk and dequantized when they are looked up.
 
-    row r:  e4m3 codes [W]  x  2^(scale[W / 32] - 127), one scale a 32 columns             264 bytes a row in the release
+    row r:  e4m3 codes [W]  x  2^(scale[W / 32] - 127), one scale a 32 columns           264 bytes a row in the release
 
-The release has two tables of 384 M rows (98 GB each) of which a token reads 24 rows, so a table may stay in host memory, on the
-device, or memory-mapped on disk. A process may own a part of the rows: `lookup` gives zeros for the others, so that the sum over
-the owners is the full result.
+The release has two tables of 384 M rows (98 GB each) of which a token reads 24 rows, so a table may stay in host
+memory, on the device, or memory-mapped on disk. A process may own a part of the rows: `lookup` gives zeros for the
+others, so that the sum over the owners is the full result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EngramTable:
         return self.codes.shape[1]
 
     def lookup(self, rows: Tensor) -> Tensor:
-        """Dequantized rows [N, W] for `rows` [N] int64 (0 <= row < num_rows; not checked), zeros for rows held elsewhere."""
+        """Dequantized `rows` [N] int64 -> [N, W], zeros for rows held elsewhere; 0 <= row < num_rows is not checked."""
         local = rows.to(self.codes.device) - self.first_row  # [N]
         if self.codes.shape[0] == self.num_rows:
             return dequantize_rows(self.codes[local], self.scales[local], self.dtype).to(self.device)

@@ -1,7 +1,7 @@
-"""A short name for a set of weights: blake2b over config, index, every header and samples of every shard (design.md 10).
+"""A short name for a set of weights: blake2b over config, index, all headers and samples of all shards (design.md 10).
 
-It goes into cache keys and replay files, so that state of one checkpoint is never used with another. Sampling reads at most
-192 KiB a shard; `full=True` reads every byte.
+It goes into cache keys and replay files, so that state of one checkpoint is never used with another. Sampling reads at
+most 192 KiB a shard; `full=True` reads every byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def weights_fingerprint(checkpoint: Checkpoint, *, full: bool = False) -> str:
-    """32 hexadecimal digits. Samples are the first, middle and last 64 KiB of each payload; a sampled and a full name differ."""
+    """32 hexadecimal digits. Samples are the first, middle and last 64 KiB of a payload; `full` gives another name."""
     digest = hashlib.blake2b(digest_size=16, person=b"di-weights-full" if full else b"di-weights")
     try:
         for name in ("config.json", INDEX_NAME):

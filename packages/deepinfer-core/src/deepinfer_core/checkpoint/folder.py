@@ -1,8 +1,8 @@
 """The files of a checkpoint folder, opened as one validated set of tensors.
 
-    config.json ──► manifest ─┐
-    model.safetensors.index.json ──► weight_map: name -> shard ─┼─► Checkpoint.tensors: name -> (spec, where its bytes are)
-    model-0000i-of-0000n.safetensors ──► validated headers ─────┘
+    config.json                      ──► manifest: name -> spec    ─┐
+    model.safetensors.index.json     ──► weight_map: name -> shard ─┼─► Checkpoint: name -> spec and place of its bytes
+    model-0000i-of-0000n.safetensors ──► validated headers         ─┘
 
 Without an index a single `model.safetensors` is accepted. Nothing but headers is read here.
 """

@@ -1,10 +1,10 @@
 """A checkpoint folder to `ModelWeights`: one thread a layer, each reads only the ranges that this process owns.
 
-    open_checkpoint (headers against manifest) ─► layers in parallel: read ─► move to device ─► dequantize ─► check finite
-                                                   └ Engram rows: kept packed, in memory, on the device or mapped on disk
+    open_checkpoint (headers against manifest) ─► layers in parallel: read ─► to device ─► dequantize ─► check finite
+                                                  └ Engram rows: kept packed, in memory, on the device or mapped on disk
 
-Routed experts are chosen by layer; draft stage s counts as layer num_hidden_layers + s. A quantized weight and its scale are read
-together and dequantized on the target device, exactly (model.md 5.3).
+Routed experts are chosen by layer; draft stage s counts as layer num_hidden_layers + s. A quantized weight and its
+scale are read together and dequantized on the target device, exactly (model.md 5.3).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,12 +41,11 @@ from deepinfer_core.checkpoint.weights import (
     ModelWeights,
     MoeWeights,
 )
+from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ConfigError
 
-__all__ = ["EngramStorage", "load_model_weights"]
-
-EngramStorage: TypeAlias = Literal["memory", "device", "disk"]
+__all__ = ["load_model_weights"]
 
 _MAX_THREADS = 16
 
@@ -65,12 +64,13 @@ def load_model_weights(
 ) -> ModelWeights:
     """Load the weights of one process.
 
-    `experts` maps a layer to the logical ids of its routed experts to hold, in order; layers it lacks hold all. `engram_rows`
-    maps an Engram layer to the table rows to hold; layers it lacks hold all. `engram_storage`: "memory" (host), "device", or
-    "disk" (memory-mapped, only looked-up rows are read). `draft=False` leaves the draft module out.
+    `experts` maps a layer to the logical ids of its routed experts to hold, in order; layers it lacks hold all.
+    `engram_rows` maps an Engram layer to the table rows to hold; layers it lacks hold all. `engram_storage`: "memory"
+    (host), "device", or "disk" (memory-mapped, only looked-up rows are read). `draft=False` leaves the draft module
+    out.
 
-    Raises ConfigError for a selection outside the model, ModelNotFoundError for a folder without weights, and CheckpointError for
-    files that are damaged or do not match `config`, naming the tensor.
+    Raises ConfigError for a selection outside the model, ModelNotFoundError for a folder without weights, and
+    CheckpointError for files that are damaged or do not match `config`, naming the tensor.
     """
     folder = Path(folder)
     selection = _Selection(config, experts or {}, engram_rows or {}, engram_storage, draft)

@@ -1,6 +1,6 @@
 """The tensors that a checkpoint of a given config must hold: names, shapes, dtypes (model.md 5.2).
 
-    embed head norm | layers.0 .. layers.L-1 | mtp.0 .. mtp.S-1 | vision, aligner, image_*      96,085 tensors, 510 GB in the release
+    embed head norm | layers.0 .. L-1 | mtp.0 .. S-1 | vision aligner image_*     96,085 tensors, 510 GB in the release
 
     X.weight F8_E4M3 [a, b]       has X.scale F8_E8M0 [ceil(a / 32), ceil(b / 32)]
     X.weight I8 [a, b / 2]        has X.scale F8_E8M0 [a, ceil(b / 32)]          routed experts: two FP4 codes a byte
@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError
 
 __all__ = ["Part", "TensorSpec", "TensorType", "check_against_manifest", "manifest"]
 
-Part: TypeAlias = Literal[
+type Part = Literal[
     "embedding",
     "attention",
     "compressor",  # of KV sources: compressed KV and index keys
@@ -36,7 +36,7 @@ Part: TypeAlias = Literal[
     "draft",
     "vision",
 ]
-TensorType: TypeAlias = Literal["F8_E4M3", "F8_E8M0", "I8", "BF16", "F32"]
+type TensorType = Literal["F8_E4M3", "F8_E8M0", "I8", "BF16", "F32"]
 
 _BYTES: dict[TensorType, int] = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
 _BLOCK = 32
@@ -85,7 +85,7 @@ def manifest(config: ModelConfig) -> Iterator[TensorSpec]:
 def check_against_manifest(
     config: ModelConfig, found: Mapping[str, tuple[str, tuple[int, ...]]], where: str
 ) -> dict[str, TensorSpec]:
-    """The manifest by name, after comparing it with `found` (name -> dtype and shape; shape and dtype may be unknown: "", ()).
+    """The manifest by name, once `found`, name -> (dtype, shape), agrees with it; ("", ()) stands for unknown.
 
     Raises CheckpointError that names missing, unused, mistyped and misshapen tensors.
     """
@@ -113,7 +113,7 @@ def check_against_manifest(
     return specs
 
 
-# ---- blocks -------------------------------------------------------------------------------------------------------------
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reads byte ranges of validated shards, from many threads, and counts what it reads.
 
-Plain reads instead of a mapping: a file that shrinks while it is read is then an error and not a SIGBUS. Only tables that are to
-stay on disk are mapped.
+Plain reads instead of a mapping: a file that shrinks while it is read is then an error and not a SIGBUS. Only tables
+that are to stay on disk are mapped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """The tensor as stored, or its `rows` (of the first dimension, step 1). Raises CheckpointError when bytes are missing."""
+        """The tensor as stored, or `rows` (step 1) of its first dimension. Raises CheckpointError for missing bytes."""
         stored = self.checkpoint.tensors[name]
         shape, offset, num_bytes = stored.shape, stored.offset, stored.num_bytes
         if rows is not None:
@@ -54,7 +54,7 @@ class CheckpointReader:
         return torch.from_numpy(buffer).view(_TORCH_DTYPES[stored.dtype]).view(shape)
 
     def map_rows(self, name: str, rows: range) -> Tensor:
-        """`rows` of a two-dimensional tensor of one-byte elements as read-only uint8 [len(rows), columns], mapped, nothing read."""
+        """`rows` of a matrix of one-byte elements as uint8 [len(rows), columns], mapped read-only and not read yet."""
         stored = self.checkpoint.tensors[name]
         shape = (len(rows), stored.shape[1])
         if 0 in shape:  # an empty range cannot be mapped

@@ -1,7 +1,8 @@
-"""Which released tensor fills which field of `ModelWeights`: one table a dataclass, used by the loader and the writer alike.
+"""Which released tensor fills which field of `ModelWeights`: one table a dataclass, for loader and writer.
 
-Names are relative to the block's prefix, which the tables' users put together: `layers.{l}` or `mtp.{s}`, then `.attn`, `.ffn`, ...
-Where a field's shape differs from the tensor's (wo_a by group, the confidence vector) the elements are in the same order.
+Names are relative to the block's prefix, which the tables' users put together: `layers.{l}` or `mtp.{s}`, then `.attn`,
+`.ffn`, ... Where a field's shape differs from the tensor's (wo_a by group, the confidence vector) the elements are in
+the same order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Reads and validates the header of a safetensors file before anything in the file is used.
 
-    | u64 little-endian n | n bytes of JSON                                                 | payload                     |
-                            {"name": {"dtype": .., "shape": [..], "data_offsets": [a, b]}, .. , "__metadata__": {"k": "v"}}
+    | u64 little-endian n | n bytes of JSON                                                      | payload            |
+                            {"name": {"dtype": .., "shape": [..], "data_offsets": [a, b]}, "__metadata__": {"k": "v"}}
 
-A header comes from strangers (style-and-reliability.md S15), so every claim is checked against the size of the file: the header's
-length, JSON without duplicate names, known dtypes, sizes in range, dtype x shape = b - a, and offsets that tile the payload from
-0 to its end without gap or overlap. Whatever is wrong is a CheckpointError that names the file.
+A header comes from strangers (style-and-reliability.md S15), so every claim is checked against the size of the file:
+the header's length, JSON without duplicate names, known dtypes, sizes in range, dtype x shape = b - a, and offsets that
+tile the payload from 0 to its end without gap or overlap. Whatever is wrong is a CheckpointError that names the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def parse_header(text: bytes, payload_bytes: int, path: Path) -> dict[str, StoredTensor]:
-    """The tensors that the JSON `text` describes, for a file whose payload has `payload_bytes`. Raises CheckpointError."""
+    """The tensors that the JSON `text` describes in a file with `payload_bytes` after it. Raises CheckpointError."""
     try:
         raw = json.loads(
             text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_refuse_number, parse_constant=_refuse_number
@@ -95,11 +95,11 @@ def _header_length(prefix: bytes, file_bytes: int, path: Path) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"the name {twice[:100]!r} occurs twice")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"the name {name[:100]!r} occurs twice")
+        entries[name] = value
     return entries
 
 
@@ -144,10 +144,8 @@ def _check_tiling(tensors: Mapping[str, StoredTensor], payload_start: int, paylo
             raise _damaged(path, f"{tensor.name[:200]!r} {what}")
         position += tensor.num_bytes
     if position != payload_start + payload_bytes:
-        raise _damaged(
-            path,
-            f"its tensors need {position - payload_start} bytes and it has {payload_bytes}; the file is truncated or too long",
-        )
+        needed = position - payload_start
+        raise _damaged(path, f"its tensors need {needed} bytes and it has {payload_bytes}: truncated or too long")
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -4,8 +4,8 @@
         └► NFKC, NFD, strip accents, lowercase, runs of [ \\t\\r\\n] -> " "
               └► exactly " "? -> U+E000;  strip;  U+E000 -> " ";  empty? -> the text as it was              = key
 
-Classes are numbered in the order in which their keys first appear. The normal forms are those of the `tokenizers` library:
-accents are all of Mn, Mc and Me, lowercase works per code point, strip removes Unicode White_Space.
+Classes are numbered in the order in which their keys first appear. The normal forms are those of the `tokenizers`
+library: accents are all of Mn, Mc and Me, lowercase works per code point, strip removes Unicode White_Space.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _STRIP = normalizers.Strip()
 
 
 def load_token_classes(folder: Path, config: ModelConfig) -> list[int]:
-    """Class of every id below vocab_size, from `folder/tokenizer.json`; ids that the tokenizer lacks have the pad token's class.
+    """Class of every id below vocab_size by `folder/tokenizer.json`; ids that the tokenizer lacks get the pad token's.
 
-    All zeros for a model without Engram. Raises CheckpointError when the tokenizer is missing, larger than the vocabulary, or
-    does not have engram_compressed_vocab_size classes (then it is not the one that the tables were trained with).
+    All zeros for a model without Engram. Raises CheckpointError when the tokenizer is missing, larger than the
+    vocabulary, or does not have engram_compressed_vocab_size classes (then it is not the one that the tables were
+    trained with).
     """
     if not config.engram_layer_ids:
         return [0] * config.vocab_size
@@ -75,7 +76,7 @@ def token_classes(tokenizer: Tokenizer) -> list[int]:
 def _key(tokenizer: Tokenizer, token_id: int) -> str:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     if "\ufffd" in text:
-        return tokenizer.id_to_token(token_id)
+        return tokenizer.id_to_token(token_id) or text
     folded = _FOLD.normalize_str(text)
     if folded == " ":
         folded = _LONE_SPACE

@@ -8,10 +8,11 @@
       │    └ engram?         : EngramWeights     (table rows stay quantized until they are looked up)
       └ draft? : DraftWeights ─ stages[s] : LayerWeights, main_proj, markov and confidence heads
 
-`?` = None where the layer has no such part. Shapes are those of a linear layer's weight, [out, in], except where noted; letters:
-V vocabulary, D hidden, S streams (hc_mult), H heads, d head_dim, G o_groups, E experts of the layer, E_local experts held here,
-I expert width, r Markov rank, T draft target layers. Tensors stored as F32 in the checkpoint (mHC, sinks, router biases) and the
-confidence vector are float32; all others have the dtype that the loader was asked for. Source of every shape: model.md 5.2.
+`?` = None where the layer has no such part. Shapes are those of a linear layer's weight, [out, in], except where noted;
+letters: V vocabulary, D hidden, S streams (hc_mult), H heads, d head_dim, G o_groups, E experts of the layer, E_local
+experts held here, I expert width, r Markov rank, T draft target layers. Tensors stored as F32 in the checkpoint (mHC,
+sinks, router biases) and the confidence vector are float32; all others have the dtype that the loader was asked for.
+Source of every shape: model.md 5.2.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class IndexerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWeights:
-    """One attention sublayer; `compressor` and `index_key` are those of a KV source, `indexer` that of an index source."""
+    """One attention sublayer; a KV source has `compressor` and `index_key`, an index source has `indexer`."""
 
     wq_a: Tensor  # [q_lora_rank, D]
     q_norm: Tensor  # [q_lora_rank]
@@ -90,7 +91,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeWeights:
-    """Router, shared expert, and the routed experts held here: row i of w1, w2, w3 is logical expert `expert_ids[i]`."""
+    """Router, shared expert, and the routed experts held here: w1[i], w2[i], w3[i] are of expert `expert_ids[i]`."""
 
     gate: Tensor  # [E, D]
     bias: Tensor  # [E] float32, selection bias of text tokens
@@ -106,7 +107,7 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngramWeights:
-    """One Engram layer; C = (max_ngram - 1) heads columns, ordered by n-gram size, then head. The hash is model.md 2.6."""
+    """One Engram layer (model.md 2.6); C = (max_ngram - 1) heads columns, ordered by n-gram size, then head."""
 
     wkv: Tensor  # [(S + 1) D, C engram_head_dim]
     q_weight: Tensor  # [S, D]

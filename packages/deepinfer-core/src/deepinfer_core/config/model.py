@@ -5,8 +5,9 @@
     kv owner      -   | 2         | 8       | 14       | 20                                           | -
     index owner   -   | 2         | 8       | 14       | 20        | 24     | 28     | 32     | 36      | -
 
-The owner of a layer is the largest source at or below it. Layers from `decoder_start` (the last KV source, 20 in the release)
-on form the decoder half: they own no long-range KV but that one. Source of every rule: model.md sections 1.1, 1.2 and 10.
+The owner of a layer is the largest source at or below it. Layers from `decoder_start` (the last KV source, 20 in the
+release) on form the decoder half: they own no long-range KV but that one. Source of every rule: model.md sections 1.1,
+1.2 and 10.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import json
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from deepinfer_core.config.checks import check_integer, check_integers, shown
 from deepinfer_core.config.model_rules import check_model_config
 from deepinfer_core.errors import ConfigError, ModelNotFoundError
 
@@ -24,6 +26,7 @@ __all__ = ["LayerRole", "ModelConfig", "VisionConfig", "YarnConfig"]
 
 _MAX_INT = 2**31 - 1
 _MAX_CONFIG_BYTES = 4 << 20
+_MAX_LIST = 4096
 
 LayerRole = Literal["window", "source", "reindex", "reuse"]
 
@@ -116,7 +119,7 @@ class ModelConfig:
 
     @cached_property
     def decoder_start(self) -> int:
-        """The cut layer: last KV source; it and all later layers are the decoder half. `num_hidden_layers` if there is none."""
+        """The cut layer: last KV source, where the decoder half begins. `num_hidden_layers` if there is none."""
         return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else self.num_hidden_layers
 
     def kv_owner(self, layer: int) -> int | None:
@@ -136,7 +139,7 @@ class ModelConfig:
         return "reindex" if layer in self.index_source_layer_ids else "reuse"
 
     def uses_candidates(self, layer: int) -> bool:
-        """Whether the layer's indexer is restricted to the candidate blocks that `candidate_source_layer_id` published."""
+        """Whether the layer's indexer keeps to the candidate blocks that `candidate_source_layer_id` published."""
         return (
             layer in self.index_source_layer_ids
             and layer > self.candidate_source_layer_id
@@ -155,7 +158,7 @@ class ModelConfig:
 
     @cached_property
     def global_kv_bytes_per_token(self) -> float:
-        """Packed bytes a token of compressed KV (e2m1 + e4m3/16) and index keys (e2m1 + ue8m0/32): 890 in the release."""
+        """Packed bytes a token: compressed KV (e2m1 + e4m3/16) and index keys (e2m1 + e8m0/32); 890 in the release."""
         entry = self.head_dim // 2 + self.head_dim // 16 + self.index_head_dim // 2 + self.index_head_dim // 32
         return sum(entry / self.compress_ratios[layer] for layer in self.kv_source_layer_ids)
 
@@ -184,10 +187,10 @@ class ModelConfig:
         """Build from the parsed root object of config.json; `where` names it in errors."""
         if not isinstance(raw, dict):
             raise ConfigError(f"{where}: the root must be an object, not {type(raw).__name__}")
-        root: dict[str, Any] = raw
+        root = cast("dict[str, Any]", raw)
         if root.get("model_type") not in ("deepseek_v41", None) or "text_config" not in root:
             raise ConfigError(
-                f"{where}: model_type {root.get('model_type')!r} is not DeepSeek-V4.1 (want 'deepseek_v41' with a "
+                f"{where}: model_type {shown(root.get('model_type'))} is not DeepSeek-V4.1 (want 'deepseek_v41' with a "
                 "text_config); this engine runs that one architecture"
             )
         return cls(**_read_fields(root, where))
@@ -219,12 +222,10 @@ _FIXED_QUANTIZATION: dict[str, Any] = {
 
 
 def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
-    text = root["text_config"]
-    if not isinstance(text, dict):
-        raise ConfigError(f"{where}: text_config must be an object, not {type(text).__name__}")
+    text = _object(root["text_config"], f"{where}: text_config")
     _check_fixed(text, _FIXED_VALUES, f"{where}: text_config")
-    if isinstance(root.get("quantization_config"), dict):
-        _check_fixed(root["quantization_config"], _FIXED_QUANTIZATION, f"{where}: quantization_config")
+    quantization = _object(root.get("quantization_config", {}), f"{where}: quantization_config")
+    _check_fixed(quantization, _FIXED_QUANTIZATION, f"{where}: quantization_config")
     values: dict[str, Any] = {"vision": _vision(root.get("vision_config"), where)}
     for spec in fields(ModelConfig):
         if spec.name == "vision":
@@ -241,55 +242,50 @@ def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
 def _vision(section: Any, where: str) -> VisionConfig | None:
     if section is None:
         return None
-    if not isinstance(section, dict):
-        raise ConfigError(f"{where}: vision_config must be an object, not {type(section).__name__}")
-    sizes: dict[str, Any] = section
+    sizes = _object(section, f"{where}: vision_config")
     names = [spec.name for spec in fields(VisionConfig)]
     for name in names:
         if name not in sizes:
             raise ConfigError(f"{where}: vision_config lacks {name!r}")
-    return VisionConfig(**{name: _integer(f"vision_config.{name}", sizes[name], where) for name in names})
+    return VisionConfig(**{name: _convert(f"vision_config.{name}", "int", sizes[name], where) for name in names})
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {shown(value)}; it must be an object")
+    return cast("dict[str, Any]", value)
 
 
 def _check_fixed(section: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
     for key, value in wanted.items():
         if section.get(key, value) != value:
-            raise ConfigError(f"{where}: {key} is {section[key]!r}; this architecture has {value!r}")
+            raise ConfigError(f"{where}: {key} is {shown(section[key])}; this architecture has {value!r}")
 
 
 def _convert(name: str, kind: str, value: Any, where: str) -> Any:
     if kind == "int":
-        return _integer(name, value, where)
+        return check_integer(f"{where}: {name}", value, 0, _MAX_INT, ConfigError)
     if kind == "float":
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-            raise ConfigError(f"{where}: {name} is {value!r}; it must be a finite number of at least 0")
+            raise ConfigError(f"{where}: {name} is {shown(value)}; it must be a number from 0 to below 1e30")
         return float(value)
     if kind == "str":
         if not isinstance(value, str):
-            raise ConfigError(f"{where}: {name} is {value!r}; it must be a string")
+            raise ConfigError(f"{where}: {name} is {shown(value)}; it must be a string")
         return value
     if kind == "tuple[int, ...]":
-        if not isinstance(value, list) or len(value) > 100_000:
-            raise ConfigError(f"{where}: {name} must be a list of integers, not {type(value).__name__}")
-        return tuple(_integer(f"{name}[{i}]", item, where) for i, item in enumerate(value))
+        return check_integers(f"{where}: {name}", value, 0, _MAX_INT, _MAX_LIST, ConfigError)
     return _yarn(name, value, where)
 
 
-def _integer(name: str, value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_INT:
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be an integer from 0 to {_MAX_INT}")
-    return value
-
-
 def _yarn(name: str, value: Any, where: str) -> YarnConfig:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name} must be an object, not {type(value).__name__}")
-    kind = value.get("rope_type", value.get("type", "yarn"))
+    section = _object(value, f"{where}: {name}")
+    kind = section.get("rope_type", section.get("type", "yarn"))
     if kind != "yarn":
-        raise ConfigError(f"{where}: {name} has the type {kind!r}; this architecture uses 'yarn'")
+        raise ConfigError(f"{where}: {name} has the type {shown(kind)}; this architecture uses 'yarn'")
     parts: dict[str, Any] = {}
     for spec in fields(YarnConfig):
-        if spec.name not in value:
+        if spec.name not in section:
             raise ConfigError(f"{where}: {name} lacks {spec.name!r}")
-        parts[spec.name] = _convert(f"{name}.{spec.name}", str(spec.type), value[spec.name], where)
+        parts[spec.name] = _convert(f"{name}.{spec.name}", str(spec.type), section[spec.name], where)
     return YarnConfig(**parts)

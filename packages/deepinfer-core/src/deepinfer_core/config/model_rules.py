@@ -1,7 +1,7 @@
-"""Rules that tie the values of a `ModelConfig` together (model.md 1, 2.6, 10); each failure is a ConfigError that names the value.
+"""Rules that tie the values of a `ModelConfig` together (model.md 1, 2.6, 10); a ConfigError names what fails.
 
-Bounds exist so that a damaged config.json is refused here, instead of exhausting memory or time in what is built from it. They leave
-a factor of ten or more above the release.
+Bounds exist so that a damaged config.json is refused here, instead of exhausting memory or time in what is built from
+it. They leave a factor of ten or more above the release.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _check_numbers(c: ModelConfig) -> None:
 def _check_widths(c: ModelConfig) -> None:
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > min(c.head_dim, c.index_head_dim):
         raise ConfigError(
-            f"config.json: qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most head_dim {c.head_dim} and "
-            f"index_head_dim {c.index_head_dim}"
+            f"config.json: qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most "
+            f"head_dim {c.head_dim} and index_head_dim {c.index_head_dim}"
         )
     # Caches quantize whole groups of 32 channels; packed FP4 rows hold two columns a byte.
     for name, step in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 2), ("moe_intermediate_size", 2)):
@@ -151,8 +151,8 @@ def _check_schedule(c: ModelConfig) -> None:
         _check_layer(c, layer)
     if c.index_source_layer_ids and c.candidate_source_layer_id not in c.index_source_layer_ids:
         raise ConfigError(
-            f"config.json: candidate_source_layer_id {c.candidate_source_layer_id} is not one of index_source_layer_ids "
-            f"{list(c.index_source_layer_ids)}"
+            f"config.json: candidate_source_layer_id {c.candidate_source_layer_id} is not one of "
+            f"index_source_layer_ids {list(c.index_source_layer_ids)}"
         )
 
 

@@ -23,8 +23,9 @@ from deepinfer_core.checkpoint.folder import INDEX_NAME
 from deepinfer_core.checkpoint.manifest import TensorSpec, manifest
 from deepinfer_core.checkpoint.quantize import quantize_fp4, quantize_fp8_blocks
 from deepinfer_core.checkpoint.weights import AttentionWeights, EngramWeights, LayerWeights, ModelWeights
+from deepinfer_core.config.checks import check_integer
 from deepinfer_core.config.model import ModelConfig
-from deepinfer_core.errors import CheckpointError
+from deepinfer_core.errors import CheckpointError, ConfigError
 
 __all__ = ["write_checkpoint"]
 
@@ -46,21 +47,23 @@ def write_checkpoint(
     manifest, have another shape, or hold values that are not finite; a config with vision layers needs tensors that
     ModelWeights cannot hold.
     """
+    check_integer("max_shard_bytes", max_shard_bytes, 1, 1 << 50, ConfigError)
     config = ModelConfig.from_dict(dict(config_json))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     specs = list(manifest(config))
     values = _flatten(weights, config)
+    unknown = sorted(values.keys() - {spec.name for spec in specs})
+    if unknown:
+        raise CheckpointError(f"the weights have {len(unknown)} tensors that their config lacks, such as {unknown[0]}")
     shards = _split(specs, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(folder / file, _encoded(shard, values))
         weight_map |= {spec.name: file for spec in shard}
-    total_size = sum(spec.num_bytes for spec in specs)
-    _write_json(
-        folder / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    )
+    metadata = {"total_size": sum(spec.num_bytes for spec in specs)}
+    _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(folder / "config.json", config_json)
     if tokenizer_folder is not None:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -121,7 +124,7 @@ def _block(prefix: str, block: object | None, table: Mapping[str, str]) -> Itera
                 yield prefix + name, value
 
 
-# ---- values to bytes -------------------------------------------------------------------------------------------------
+# ---- values to bytes ----------------------------------------------------------------------------------------------
 
 
 def _encoded(shard: list[TensorSpec], values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,10 @@
+"""From logits to tokens: counter-based noise, logit processors, sampler, verification of drafts, log-probabilities."""
+
+from __future__ import annotations
+
+from deepinfer_core.sampling.draft_noise import DraftNoise
+from deepinfer_core.sampling.logprobs import prompt_logprobs
+from deepinfer_core.sampling.sampler import SampledBatch, Sampler, SampleRows
+from deepinfer_core.sampling.seeds import fork_seed, request_seed
+
+__all__ = ["DraftNoise", "SampleRows", "SampledBatch", "Sampler", "fork_seed", "prompt_logprobs", "request_seed"]

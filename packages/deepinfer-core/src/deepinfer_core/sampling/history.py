@@ -1,0 +1,83 @@
+"""Which tokens a request has seen, for its penalties: counts on the device, kept only for requests that have penalties.
+
+    pool row    prompt_seen  bool  [V]     v is in the prompt
+                output_count int32 [V]     how often v is in the output
+
+At row k of a segment the history is what was committed, the anchor included, and the drafts 1 .. k: those are added to
+a copy of the counts, so that a rejected draft leaves no trace.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["TokenHistory"]
+
+
+class TokenHistory:
+    """Token counts by slot. Rows of the pool are handed out as needed, and its size doubles when they run out."""
+
+    def __init__(self, num_ids: int, device: torch.device) -> None:
+        self._num_ids, self._device = num_ids, device
+        self._row_of: dict[int, int] = {}
+        self._free: list[int] = []
+        self._prompt_seen = torch.zeros(0, num_ids, dtype=torch.bool, device=device)
+        self._output_count = torch.zeros(0, num_ids, dtype=torch.int32, device=device)
+
+    def start(self, slot: int, prompt: NDArray[np.int64], output: NDArray[np.int64]) -> None:
+        """Begin the history of the request in `slot`: its prompt, and what was generated before a preemption."""
+        self.end(slot)
+        if not self._free:
+            self._grow()
+        row = self._row_of[slot] = self._free.pop()
+        ids = torch.from_numpy(prompt[prompt < self._num_ids]).to(self._device)
+        self._prompt_seen[row] = False
+        self._prompt_seen[row, ids] = True
+        counts = np.bincount(output, minlength=self._num_ids)[: self._num_ids]
+        self._output_count[row] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
+
+    def end(self, slot: int) -> None:
+        """Forget the history of `slot`, if there is one."""
+        row = self._row_of.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def before(self, slots: NDArray[np.int32], token: Tensor, is_draft: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+        """(prompt_seen, output_count) [R, V] at R rows, each the copy that its penalties see.
+
+        slots [R]: the rows' slots, rows of a segment together and in order; token [R]: the rows' own tokens, on the
+        device; is_draft [R]: whether that token is a draft, hence not committed.
+        """
+        rows = self._rows(slots)
+        counts = self._output_count[rows]
+        # Pairs (row, earlier or own draft of its segment): the drafts that a row takes for granted.
+        starts = np.flatnonzero(~is_draft)
+        first = np.repeat(starts, np.diff(np.append(starts, len(slots))))
+        num_drafts = np.arange(len(slots)) - first
+        seeing = np.repeat(np.arange(len(slots)), num_drafts)
+        if len(seeing):
+            within = np.arange(len(seeing)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
+            seen = torch.from_numpy(first[seeing] + 1 + within).to(self._device)
+            at = (torch.from_numpy(seeing).to(self._device), token[seen])
+            counts.index_put_(at, torch.ones_like(seen, dtype=torch.int32), accumulate=True)
+        return self._prompt_seen[rows], counts
+
+    def commit(self, slots: NDArray[np.int32], tokens: Tensor) -> None:
+        """Count what was drawn. slots: [S]; tokens: int64 [S, T] on the device, -1 where there is none."""
+        rows = self._rows(slots)[:, None].expand_as(tokens)
+        drawn = (tokens >= 0).int()
+        self._output_count.index_put_((rows, tokens.clamp(min=0)), drawn, accumulate=True)
+
+    def _rows(self, slots: NDArray[np.int32]) -> Tensor:
+        return torch.tensor([self._row_of[int(slot)] for slot in slots], device=self._device)
+
+    def _grow(self) -> None:
+        size = len(self._output_count)
+        more = max(4, size)
+        self._free.extend(range(size + more - 1, size - 1, -1))
+        for name in ("_prompt_seen", "_output_count"):
+            old: Tensor = getattr(self, name)
+            setattr(self, name, torch.cat([old, old.new_zeros(more, self._num_ids)]))

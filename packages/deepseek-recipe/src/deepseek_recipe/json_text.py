@@ -68,8 +68,8 @@ def loads_body(text: str | bytes) -> Any:
 
 
 def compact(value: Any) -> str:
-    """`value` without any spaces; non-ASCII characters as they are."""
-    return _write(value, _COMPACT, float.__repr__)
+    """`value` without any spaces; non-ASCII characters as they are, floats as in V4 prompts."""
+    return _write(value, _COMPACT, _float_v4)
 
 
 def spaced(value: Any) -> str:

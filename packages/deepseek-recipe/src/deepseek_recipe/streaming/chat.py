@@ -1,0 +1,236 @@
+"""Chat Completions: chunks of a stream, and the complete response.
+
+    start  {"role": "assistant", "content": null, "reasoning_content": ""}      thinking
+           {"role": "assistant", "content": ""}                                 not thinking
+    parts  {"content": null, "reasoning_content": "..."}   {"content": "...", "reasoning_content": null}
+           {"tool_calls": [{"index": 0, "id": ..., "type": "function", "function": {"name": ..., "arguments": ""}}]}
+           {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
+    end    {"content": "", "reasoning_content": null}      with finish_reason and usage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from json.encoder import encode_basestring
+from typing import Any, Final
+
+from deepseek_recipe.enums import InferenceFinishReason
+from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
+from deepseek_recipe.streaming.generator import ChunkGenerator
+from deepseek_recipe.streaming.parser import Part
+from deepseek_recipe.streaming.response import Response
+from deepseek_recipe.streaming.stages import PartKind
+from deepseek_recipe.streaming.usage import Usage
+
+__all__ = ["ChatCompletionChunk", "ChatCompletionChunkGenerator", "ChatCompletionResponse"]
+
+_FINISH_REASONS: Final = {
+    InferenceFinishReason.Stop: "stop",
+    InferenceFinishReason.Length: "length",
+    InferenceFinishReason.ContentFilter: "content_filter",
+}
+
+
+class ChatCompletionChunk(StreamEvent):
+    """One `chat.completion.chunk`. SSE gives it no name."""
+
+    __slots__ = ()
+
+
+class ChatCompletionChunkGenerator(ChunkGenerator):
+    """Events of Chat Completions; `ChatCompletionRequest.chunk_generator` builds one for a request.
+
+    `reports_null_usage`: chunks before the last carry `usage: null`, as with `stream_options.include_usage` or when
+    nothing is streamed.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (the name is part of the API)
+        model: str,
+        thinking_mode: bool,
+        *,
+        reports_null_usage: bool = False,
+    ) -> None:
+        super().__init__(id, model, thinking_mode)
+        self._reports_null_usage = reports_null_usage
+        self._fingerprint: str | None = None
+        self._shapes: dict[PartKind, DeltaShape] = {}
+
+    def start(self, usage: Usage, system_fingerprint: str | None) -> list[ChatCompletionChunk]:
+        self._fingerprint = system_fingerprint
+        if self._is_thinking:
+            reasoning, content = ('{"content":null,"reasoning_content":', "}"), ('{"content":', ',"reasoning_content":null}')
+            first: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": ""}
+        else:
+            reasoning, content = ('{"reasoning_content":', "}"), ('{"content":', "}")
+            first = {"role": "assistant", "content": ""}
+        self._shapes = {
+            PartKind.REASONING: self._shape("reasoning_content", *reasoning),
+            PartKind.CONTENT: self._shape("content", *content),
+        }
+        return [self._chunk(first)]
+
+    def delta(self, kind: PartKind, text: str) -> ChatCompletionChunk:
+        if kind is PartKind.REASONING and text:
+            self._has_reasoned = True
+        return ChatCompletionChunk(self._shapes[kind], text)
+
+    def part(self, part: Part) -> list[ChatCompletionChunk]:
+        kind, text, logprobs = part
+        if kind is PartKind.CALL:
+            return [self._start_call(text)]
+        if kind is PartKind.ARGUMENTS:
+            return [ChatCompletionChunk(self._shapes[kind], text)]
+        if logprobs is None:
+            return [self.delta(kind, text)]
+        field, other = ("reasoning_content", "content") if kind is PartKind.REASONING else ("content", "reasoning_content")
+        self._has_reasoned |= kind is PartKind.REASONING and text != ""
+        delta: dict[str, Any] = {field: text}
+        if self._is_thinking:
+            delta[other] = None
+        return [self._chunk(dict(sorted(delta.items())), logprobs={field: logprobs})]
+
+    def finish(
+        self, reason: InferenceFinishReason | None, usage: Usage, stop_sequence: str | None
+    ) -> list[ChatCompletionChunk]:
+        calls_end = reason is InferenceFinishReason.Stop and self._call_count > 0
+        delta = {"content": "", "reasoning_content": None} if self._is_thinking else {"content": ""}
+        finish_reason = "tool_calls" if calls_end else "stop" if reason is None else _FINISH_REASONS[reason]
+        return [self._chunk(delta, finish_reason=finish_reason, usage=usage.chat())]
+
+    def _start_call(self, name: str) -> ChatCompletionChunk:
+        index, call_id = self._call_count, self._next_call_id()
+        arguments = (f'{{"tool_calls":[{{"index":{index},"function":{{"arguments":', "}}]}")
+        self._shapes[PartKind.ARGUMENTS] = self._shape("arguments", *arguments, index=index)
+        function = {"name": name, "arguments": ""}
+        return self._chunk({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
+
+    def _shape(self, field: str, head: str, tail: str, index: int = 0) -> DeltaShape:
+        fingerprint = "null" if self._fingerprint is None else encode_basestring(self._fingerprint)
+        envelope = (
+            f'{{"id":{encode_basestring(self._id)},"object":"chat.completion.chunk","created":{self._created_s},'
+            f'"model":{encode_basestring(self._model)},"system_fingerprint":{fingerprint},'
+            '"choices":[{"index":0,"delta":'
+        )
+        usage = ',"usage":null}' if self._reports_null_usage else "}"
+        return DeltaShape(field, envelope + head, f'{tail},"logprobs":null,"finish_reason":null}}]{usage}', index)
+
+    def _chunk(
+        self,
+        delta: Mapping[str, Any],
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        usage: Mapping[str, Any] | None = None,
+    ) -> ChatCompletionChunk:
+        data: dict[str, Any] = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created_s,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+            "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}],
+        }
+        if usage is not None or self._reports_null_usage:
+            data["usage"] = usage
+        return ChatCompletionChunk(None, "", data)
+
+
+class ChatCompletionResponse(Response[ChatCompletionChunk]):
+    """A complete `chat.completion`, put together from the chunks of a stream.
+
+    Identity and time are the caller's; the fingerprint and the usage are those of the chunks.
+    """
+
+    _event_class = ChatCompletionChunk
+    _done_data = "[DONE]"
+
+    def __init__(self, id: str, model: str, created: int, prompt_tokens: int, prompt_cache_hit_tokens: int) -> None:  # noqa: A002
+        super().__init__(id, model, created, prompt_tokens, prompt_cache_hit_tokens)
+        self._fingerprint: str | None = None
+        self._usage: Mapping[str, Any] | None = None
+        self._text: dict[str, list[str] | None] = {}
+        self._calls: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        self._logprobs: dict[str, list[Any]] = {}
+        self._finish_reason: str | None = None
+
+    def accumulate(self, chunk: ChatCompletionChunk) -> None:
+        """Consume `chunk` and add what it says.
+
+        Raises: TypeError for anything but a chunk, RuntimeError for one that was consumed before.
+        """
+        shape, text, data = self._consume(chunk)
+        if shape is None:
+            self._add_chunk(data)
+        elif shape.field == "arguments":
+            self._call(shape.index)[1].append(text)
+        else:
+            self._add_text(shape.field, text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The response so far."""
+        response: dict[str, Any] = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created_s,
+            "model": self._model,
+            "choices": [self._choice()] if self._text or self._calls else [],
+        }
+        if self._usage is not None:
+            response["usage"] = self._usage
+        response["system_fingerprint"] = self._fingerprint
+        return response
+
+    def _choice(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message |= {field: None if pieces is None else "".join(pieces) for field, pieces in self._text.items()}
+        if self._calls:
+            message["tool_calls"] = [_with_arguments(call, pieces) for call, pieces in self._calls.values()]
+        return {
+            "index": 0,
+            "message": message,
+            "logprobs": dict(sorted(self._logprobs.items())) or None,
+            "finish_reason": self._finish_reason,
+        }
+
+    def _add_chunk(self, data: Mapping[str, Any]) -> None:
+        self._fingerprint = data.get("system_fingerprint", self._fingerprint)
+        self._usage = data.get("usage") or self._usage
+        for choice in data.get("choices", ()):
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            for field, entries in (choice.get("logprobs") or {}).items():
+                self._logprobs.setdefault(field, []).extend(entries)
+            delta = choice.get("delta", {})
+            for field in ("content", "reasoning_content"):
+                if field in delta:
+                    self._add_text(field, delta[field])
+            for call in delta.get("tool_calls", ()):
+                self._add_call(call)
+
+    def _add_text(self, field: str, text: str | None) -> None:
+        pieces = self._text.setdefault(field, None)
+        if text is not None:
+            if pieces is None:
+                pieces = self._text[field] = []
+            pieces.append(text)
+
+    def _add_call(self, call: Mapping[str, Any]) -> None:
+        header, pieces = self._call(call["index"])
+        function = call.get("function", {})
+        if "id" in call:
+            header.update(id=call["id"], type=call.get("type", "function"), name=function.get("name", ""))
+        pieces.append(function.get("arguments", ""))
+
+    def _call(self, index: int) -> tuple[dict[str, Any], list[str]]:
+        return self._calls.setdefault(index, ({"index": index}, []))
+
+
+def _with_arguments(header: Mapping[str, Any], pieces: list[str]) -> dict[str, Any]:
+    function = {"name": header.get("name", ""), "arguments": "".join(pieces)}
+    return {
+        "index": header["index"],
+        "id": header.get("id", ""),
+        "type": header.get("type", "function"),
+        "function": function,
+    }

@@ -1,0 +1,108 @@
+r"""Events: one JSON object each, built for streams in which nearly all of them differ in one string only.
+
+    delta event = head + JSON string of the text + tail          head and tail are made once a stream
+    any other   = a dictionary, written when it is asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from json.encoder import encode_basestring
+from typing import Any, TypeVar
+
+import msgspec
+
+from deepseek_recipe.json_text import compact
+
+__all__ = ["DeltaShape", "StreamEvent"]
+
+_EventT = TypeVar("_EventT", bound="StreamEvent")
+
+
+class DeltaShape:
+    """What the delta events of one kind share. `field` and `index` tell an accumulator where the text goes."""
+
+    __slots__ = ("event_name", "field", "head", "index", "tail")
+
+    def __init__(self, field: str, head: str, tail: str, index: int = 0, event_name: str = "") -> None:
+        self.field = field
+        self.head = head
+        self.tail = tail
+        self.index = index
+        self.event_name = event_name
+
+
+class StreamEvent:
+    """One event of a stream. `to_json` gives its text; `accumulate` of a response consumes it.
+
+    Events compare by content and survive `to_dict`/`from_dict` (or `to_json`/`from_json`).
+    """
+
+    __slots__ = ("_data", "_is_consumed", "_shape", "_text")
+
+    def __init__(self, shape: DeltaShape | None, text: str = "", data: Mapping[str, Any] | None = None) -> None:
+        self._shape = shape
+        self._text = text
+        self._data = data
+        self._is_consumed = False
+
+    def to_json(self) -> str:
+        """The event as compact JSON.
+
+        Raises: RuntimeError after a response has accumulated it.
+        """
+        if self._is_consumed:
+            raise RuntimeError("this event was consumed by accumulate; call to_json before it")
+        shape = self._shape
+        if shape is None:
+            return compact(self._data)
+        return f"{shape.head}{encode_basestring(self._text)}{shape.tail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as JSON-compatible values. Raises as `to_json`."""
+        return msgspec.json.decode(self.to_json())
+
+    @classmethod
+    def from_dict(cls: type[_EventT], values: Mapping[str, Any]) -> _EventT:
+        """The event with these contents, as `to_dict` gave them."""
+        return cls(None, "", dict(values))
+
+    @classmethod
+    def from_json(cls: type[_EventT], text: str) -> _EventT:
+        """The event that `to_json` wrote.
+
+        Raises: ValueError if `text` is not a JSON object.
+        """
+        return cls(None, "", msgspec.json.decode(text, type=dict[str, Any]))
+
+    def consume(self) -> tuple[DeltaShape | None, str, Mapping[str, Any]]:
+        """What an accumulator needs: the shape and the text of a delta, or the contents of any other event.
+
+        Raises: RuntimeError the second time.
+        """
+        if self._is_consumed:
+            raise RuntimeError("this event was already consumed by accumulate")
+        self._is_consumed = True
+        return self._shape, self._text, self._data or {}
+
+    @property
+    def name(self) -> str:
+        """The `type` of the event, which is its name in an SSE stream; empty where the protocol has none."""
+        return (self._data or {}).get("type", "") if self._shape is None else self._shape.event_name
+
+    def _contents(self) -> str:
+        """What `to_json` gives, consumed or not."""
+        was_consumed, self._is_consumed = self._is_consumed, False
+        try:
+            return self.to_json()
+        finally:
+            self._is_consumed = was_consumed
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StreamEvent) and type(self) is type(other) and self._contents() == other._contents()
+
+    def __hash__(self) -> int:
+        return hash(self._contents())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.from_json({self._contents()!r})"

@@ -1,0 +1,193 @@
+"""`StreamProcessor`: engine chunks in, events of one API out.
+
+    ready ─────────────────────────────▶ generator.start
+    text ──▶ parser ──▶ parts ─────────▶ generator.part      (or, for plain text, straight to generator.delta)
+    tokens ──▶ decoder ──▶ units ──▶ parser ...
+    finish · end of input · stop ──────▶ flush, generator.finish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from deepseek_recipe.enums import InferenceFinishReason
+from deepseek_recipe.streaming.chunks import InferenceChunk, PromptUsage
+from deepseek_recipe.streaming.decoder import DecodedUnit, TokenDecoder
+from deepseek_recipe.streaming.events import StreamEvent
+from deepseek_recipe.streaming.generator import ChunkGenerator
+from deepseek_recipe.streaming.options import ParsingOptions
+from deepseek_recipe.streaming.parser import OutputParser, Part
+from deepseek_recipe.streaming.stages import PartKind
+from deepseek_recipe.streaming.usage import Usage
+from deepseek_recipe.streaming.vocabulary import Vocabulary
+
+__all__ = ["StreamProcessor", "StreamTokenizer"]
+
+
+@runtime_checkable
+class StreamTokenizer(Protocol):
+    """What a processor needs of a `Tokenizer`."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What every token id spells."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; their number counts reasoning tokens."""
+        ...
+
+
+class StreamProcessor:
+    """Processes the output of one request. Consumes `generator`, reads `options` once.
+
+    `tokenizer` decodes `tokens` chunks; with it and a thinking stage, usage also reports reasoning tokens.
+
+    Raises: TypeError for arguments of a wrong type, RuntimeError for a generator that was consumed before.
+    """
+
+    def __init__(self, generator: ChunkGenerator, options: ParsingOptions, tokenizer: StreamTokenizer | None = None) -> None:
+        if not isinstance(generator, ChunkGenerator):
+            raise TypeError(f"generator must be a chunk generator, not {type(generator).__name__}")
+        if not isinstance(options, ParsingOptions):
+            raise TypeError(f"options must be ParsingOptions, not {type(options).__name__}")
+        if tokenizer is not None and not isinstance(tokenizer, StreamTokenizer):
+            raise TypeError(f"tokenizer must be a Tokenizer, not {type(tokenizer).__name__}")
+        self._generator = generator.take()
+        self._parser = OutputParser(options)
+        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else TokenDecoder(tokenizer.vocabulary)
+        self._texts = {} if tokenizer is None else tokenizer.vocabulary.texts
+        self._reasoning: list[str] | None = None
+        if tokenizer is not None and options.thinking_initial_stage is not None:
+            self._reasoning = []
+        self._prompt_usage = PromptUsage()
+        self._completion_tokens = 0
+        self._is_started = False
+        self._is_finished = False
+        self._is_closed = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response is complete and the processor is not closed."""
+        return self._is_finished and not self._is_closed
+
+    def push(self, chunk: InferenceChunk) -> list[Any]:
+        """The events that `chunk` completes. After a stop sequence `finished` is true at once.
+
+        Raises: RuntimeError after the end, after `close`, and for chunks that cannot be processed (token ids without a
+        tokenizer, a wrong number of log probabilities), which close the processor; TypeError for anything but a chunk.
+        """
+        search = self._parser.quiet_search
+        if search is not None and self._is_started and not self._is_finished and not self._is_closed:
+            event = self._plain_delta(chunk, search)
+            if event is not None:
+                return [event]
+        if not isinstance(chunk, InferenceChunk):
+            raise TypeError(f"chunk must be an InferenceChunk, not {type(chunk).__name__}")
+        self._require_open()
+        if self._is_finished:
+            raise RuntimeError("this stream processor has finished; stop pulling from the engine once `finished` is true")
+        try:
+            return self._process(chunk)
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self) -> list[Any]:
+        """The events that end the response, if no finish chunk did; [] if it is complete.
+
+        Raises: RuntimeError after `close` or an error.
+        """
+        self._require_open()
+        return [] if self._is_finished else self._start_if_new() + self._end(None)
+
+    def close(self) -> None:
+        """Give up the response. May be called any number of times."""
+        self._is_closed = True
+
+    def _plain_delta(self, chunk: InferenceChunk, search: Callable[[str], object]) -> StreamEvent | None:
+        """The one event of a chunk that continues the open text and holds nothing to look at; None for any other."""
+        if chunk.kind == "text":
+            text, count = chunk.content, chunk.token_count
+        elif chunk.kind == "tokens" and chunk.logprobs is None and len(chunk.token_ids) == 1:
+            decoder = self._decoder
+            if decoder is None or decoder.is_holding:
+                return None
+            text, count = self._texts.get(chunk.token_ids[0]), 1
+        else:
+            return None
+        if not text or search(text) is not None:
+            return None
+        kind = self._parser.quiet_kind
+        event = self._generator.delta(kind, text)
+        if event is not None:
+            self._completion_tokens += count
+            if self._reasoning is not None and kind is PartKind.REASONING:
+                self._reasoning.append(text)
+        return event
+
+    def _process(self, chunk: InferenceChunk) -> list[Any]:
+        if chunk.kind == "ready":
+            return self._start(chunk)
+        if chunk.kind == "text":
+            start = self._start_if_new()
+            self._completion_tokens += chunk.token_count or 0
+            return start + self._output(self._parser.feed(chunk.content or ""))
+        if chunk.kind == "tokens":
+            if self._decoder is None:
+                raise RuntimeError("token ids need a tokenizer; give one to StreamProcessor, or push text")
+            units = self._decoder.decode(chunk.token_ids or (), chunk.logprobs)
+            start = self._start_if_new() if units else []
+            return start + self._output(self._feed_units(units))
+        return self._start_if_new() + self._end(chunk.finish_reason)
+
+    def _feed_units(self, units: list[DecodedUnit]) -> list[Part]:
+        parts: list[Part] = []
+        for text, origin, count, logprobs in units:
+            self._completion_tokens += count
+            parts += self._parser.feed(text, origin, logprobs)
+            if self._parser.stop_sequence is not None:
+                break
+        return parts
+
+    def _output(self, parts: list[Part]) -> list[Any]:
+        """The events of these parts, and of the end if a stop sequence was found."""
+        events: list[Any] = []
+        for part in parts:
+            if self._reasoning is not None and part.kind is PartKind.REASONING:
+                self._reasoning.append(part.text)
+            events += self._generator.part(part)
+        if self._parser.stop_sequence is not None:
+            events += self._end(None)
+        return events
+
+    def _start(self, chunk: InferenceChunk) -> list[Any]:
+        if self._is_started:
+            return []
+        self._prompt_usage = chunk.prompt_usage or PromptUsage()
+        self._is_started = True
+        return self._generator.start(self._usage(None), chunk.system_fingerprint)
+
+    def _start_if_new(self) -> list[Any]:
+        return self._start(InferenceChunk.ready())
+
+    def _end(self, reason: InferenceFinishReason | None) -> list[Any]:
+        self._is_finished = True
+        stop_sequence = self._parser.stop_sequence
+        events = [] if stop_sequence is not None else self._output(self._parser.flush())
+        reasoning_tokens = None
+        if self._reasoning is not None and self._tokenizer is not None:
+            reasoning_tokens = len(self._tokenizer.encode("".join(self._reasoning)))
+        return events + self._generator.finish(reason, self._usage(reasoning_tokens), stop_sequence)
+
+    def _usage(self, reasoning_tokens: int | None) -> Usage:
+        prompt = self._prompt_usage
+        return Usage(
+            prompt.prompt_tokens, prompt.prompt_cache_hit_tokens, self._completion_tokens, reasoning_tokens
+        )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this stream processor is closed, by `close` or by an error")

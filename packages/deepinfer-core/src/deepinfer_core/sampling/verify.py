@@ -9,7 +9,7 @@ is always the target's own draw: a function of seed and position alone.
 
 Ratio: x was drawn from q with noise of its own; accept with probability min(1, p(x) / q(x)), else draw from the
 normalised positive part of p - q; when all stand, the last row's own draw is emitted. The emitted tokens are
-distributed as p (Leviathan et al. 2023, Chen et al. 2023), but which noise made them depends on how many drafts were verified.
+distributed as p (Leviathan et al. 2023, Chen et al. 2023), but their noise depends on how many drafts were verified.
 """
 
 from __future__ import annotations

@@ -1,0 +1,81 @@
+"""What a request returns: `RequestOutput` with one `CompletionOutput` an answer, in the shapes of vLLM.
+
+output.prompt, output.prompt_token_ids
+output.prompt_logprobs           [None, {id: Logprob, ..}, ..]     one entry a prompt token, the first has no logprob
+output.outputs[i].text, .token_ids, .finish_reason, .stop_reason, .cumulative_logprob, .seed
+output.outputs[i].logprobs       [{id: Logprob, ..}, ..]           the drawn token and the most likely ones
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deepinfer_core.scheduling.plan import TokenLogprobs
+from deepinfer_core.text import Tokenizer
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "logprob_table"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability, its rank (1 = most likely), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int  # which of n
+    text: str
+    token_ids: list[int]  # the end token included
+    cumulative_logprob: float | None  # of the tokens drawn; None where no logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None  # None while it runs
+    stop_reason: (
+        int | str | None
+    )  # the stop token id or stop string; None for the end-of-sentence token and other reasons
+    seed: int  # 0 <= seed < 2**64; with it the answer can be drawn again
+    error: str | None = None  # why it failed, with finish_reason "error"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answers to one prompt."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
+    seed: int = 0  # of answer 0; others are derived from it
+    num_cached_tokens: int = 0  # prompt tokens whose cache was reused
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers are finished."""
+        return all(output.finished for output in self.outputs)
+
+
+def logprob_table(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """{token id: Logprob}, the token itself first, then the most likely ones in descending order."""
+    table = {entry.token_id: Logprob(entry.logprob, entry.rank, _text(tokenizer, entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(entry.top, 1):
+        if token_id != entry.token_id:
+            table[token_id] = Logprob(logprob, rank, _text(tokenizer, token_id))
+    return table
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)

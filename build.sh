@@ -141,7 +141,8 @@ UV=$(find_uv) || UV=$(install_uv) || fail "uv could not be installed: 'pip insta
 found uv "$("$UV" --version | cut -d' ' -f2)  $UV"
 install_locked
 printf '\n'
-"$VENV/bin/python" tools/what_runs.py || fail "the installed packages do not work together (Python's message is above)"
+# The first import of torch compiles a thousand modules: keep the result, also for those who set this variable.
+env -u PYTHONDONTWRITEBYTECODE "$VENV/bin/python" tools/what_runs.py || fail "the installed packages do not work together (Python's message is above)"
 if ! is_wanted_uv uv; then
     printf '\nuv is not on PATH; for the commands of the README:  export PATH="%s:$PATH"\n' "$(cd "$(dirname "$UV")" && pwd)"
 fi

@@ -27,10 +27,10 @@ const char *nvmlErrorString(int status) { return status == 18 ? "Driver/library 
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13020; return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = &ids[index]; return 0; }
-static int answer(char *text, unsigned length, const char *with) { strncpy(text, with, length); return 0; }
-int nvmlDeviceGetName(void *handle, char *text, unsigned length) { return answer(text, length, names[*(long *)handle]); }
+static int put(char *text, unsigned length, const char *with) { strncpy(text, with, length); return 0; }
+int nvmlDeviceGetName(void *handle, char *text, unsigned length) { return put(text, length, names[*(long *)handle]); }
 #ifndef OLD
-int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) { return answer(text, length, uuids[*(long *)handle]); }
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) { return put(text, length, uuids[*(long *)handle]); }
 #endif
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     *major = *(long *)handle ? 10 : 9; *minor = 0; return 0;

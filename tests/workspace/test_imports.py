@@ -28,6 +28,7 @@ UNSAFE_CALLS = {
     "os.popen",
 }
 KERNEL_PACKAGES = ("deepinfer_kernels_nvidia", "deepinfer_kernels_ascend")
+CONTRACT = ("deepinfer_core.kernels", "deepinfer_core.config", "deepinfer_core.errors")
 
 
 class Floor(NamedTuple):
@@ -174,8 +175,8 @@ def test_recipe_knows_no_engine_and_kernels_know_only_the_contract(member: Membe
     allowed = {
         "deepseek_recipe": (),
         "deepinfer_core": ("deepseek_recipe",),
-        "deepinfer_kernels_nvidia": ("deepinfer_core.kernels", "deepinfer_core.errors"),
-        "deepinfer_kernels_ascend": ("deepinfer_core.kernels", "deepinfer_core.errors"),
+        "deepinfer_kernels_nvidia": CONTRACT,
+        "deepinfer_kernels_ascend": CONTRACT,
     }[member.import_name]
     others = {"torch", *(other.import_name for other in read_members())} - {member.import_name}
     if member.import_name != "deepseek_recipe":

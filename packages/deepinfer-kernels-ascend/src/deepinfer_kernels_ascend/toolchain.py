@@ -1,8 +1,10 @@
 """What the Ascend kernels need to compile and run: CANN 9.2 or newer.
 
-Looked for in $ASCEND_HOME_PATH, $ASCEND_TOOLKIT_HOME, /usr/local/Ascend and ~/Ascend; the version is the line `version=`
-of <root>/<architecture>-linux/ascend_toolkit_install.info. Standard library only, so that build.sh can run this file
-before anything is installed: torch-npu, once installed, breaks `import torch` where CANN is absent.
+Looked for in $ASCEND_HOME_PATH, $ASCEND_TOOLKIT_HOME, /usr/local/Ascend and ~/Ascend; the version is the line
+`version=` of <root>/<architecture>-linux/ascend_toolkit_install.info.
+
+Standard library only, so that build.sh can run this file before anything is installed: torch-npu, once installed,
+breaks `import torch` where CANN is absent.
 """
 
 from __future__ import annotations

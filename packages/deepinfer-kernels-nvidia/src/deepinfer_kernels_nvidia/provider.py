@@ -1,0 +1,92 @@
+"""The provider `nvidia`: says whether this process can use NVIDIA kernels, and hands them to the engine.
+
+    driver answers -> a GPU is visible -> all visible are supported -> torch can use the driver -> TileLang and nvcc
+
+The first link that is missing is the reason that `probe` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.contract import Capability, Unavailable
+from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu, ask_driver
+from deepinfer_kernels_nvidia.toolchain import nvcc_problem
+
+# By compute capability. Consumer Blackwell (12.x) is another instruction set.
+SUPPORTED_ARCHES: Mapping[tuple[int, int], str] = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_103"}
+
+
+class NvidiaProvider:
+    """Implements `deepinfer_core.kernels.contract.KernelProvider` for SM90 and SM100."""
+
+    name: str = "nvidia"
+    cache_form: Literal["plain", "packed"] = "plain"
+
+    def probe(self) -> Capability | Unavailable:
+        """Say what can run here, or the first thing that is missing. Imports no TileLang and makes no CUDA context."""
+        try:
+            driver = ask_driver()
+        except DriverError as error:
+            return Unavailable(f"{error}; install the driver")
+        problem = _device_problem(driver) or _torch_problem(driver) or _compiler_problem()
+        if problem:
+            return Unavailable(problem)
+        arch = SUPPORTED_ARCHES[driver.gpus[0].capability]
+        return Capability("cuda", arch, f"{len(driver.gpus)} x {driver.gpus[0].name} ({arch})")
+
+    def load(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the operations that this package implements, by their name in the contract.
+
+        Raises KernelError with the reason where `probe` finds one.
+        """
+        found = self.probe()
+        if isinstance(found, Unavailable):
+            raise KernelError(f"the NVIDIA kernels cannot run here: {found.reason}")
+        return {}
+
+    def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
+        """Say why an operation must come from the reference for this model; None when ours can be used."""
+        return f"this version of deepinfer-kernels-nvidia has no kernel for {op}"
+
+
+def _device_problem(driver: Driver) -> str | None:
+    if not driver.gpus:
+        return "no GPU is visible: there is none, or CUDA_VISIBLE_DEVICES hides it"
+    strangers = [gpu for gpu in driver.gpus if gpu.capability not in SUPPORTED_ARCHES]
+    if strangers:
+        wanted = ", ".join(SUPPORTED_ARCHES.values())
+        return f"{_described(strangers[0])} is not supported ({wanted} are); hide it with CUDA_VISIBLE_DEVICES"
+    kinds = {gpu.capability: gpu for gpu in driver.gpus}
+    if len(kinds) > 1:
+        named = " and ".join(_described(gpu) for gpu in kinds.values())
+        return f"GPUs of several kinds are visible ({named}); choose one kind with CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def _torch_problem(driver: Driver) -> str | None:
+    built_for = torch.version.cuda
+    if built_for is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build with CUDA"
+    if int(built_for.split(".")[0]) > driver.cuda_version[0]:
+        known = f"{driver.cuda_version[0]}.{driver.cuda_version[1]}"
+        return (
+            f"the NVIDIA driver knows CUDA {known}, torch {torch.__version__} needs {built_for}; install a newer driver"
+        )
+    return None
+
+
+def _compiler_problem() -> str | None:
+    if find_spec("tilelang") is None:
+        return "TileLang, which compiles the kernels, is not installed; install deepinfer-core[nvidia]"
+    return nvcc_problem()
+
+
+def _described(gpu: Gpu) -> str:
+    return f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.reference.elementwise import sigmoid
 from deepinfer_core.kernels.reference.linear import linear
 from deepinfer_core.kernels.reference.norm_rope import apply_rope, rms_norm
 from deepinfer_core.kernels.reference.rounding import round_compressed, round_index
@@ -23,7 +23,7 @@ def pool_pairs(first: Tensor, second: Tensor) -> Tensor:
 
     The softmax over two members is the logistic function of their difference.
     """
-    share = torch.sigmoid(first[:, 1] - second[:, 1])  # weight of the first member
+    share = sigmoid(first[:, 1] - second[:, 1])  # weight of the first member
     return first[:, 0] * share + second[:, 0] * (1.0 - share)
 
 

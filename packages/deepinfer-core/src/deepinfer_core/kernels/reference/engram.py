@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.reference.elementwise import sigmoid
+
 __all__ = ["DEAD_CLASS", "engram_gate", "engram_rows"]
 
 DEAD_CLASS = -1
@@ -45,6 +47,6 @@ def engram_gate(
     dot = (x * (q_weight * k_weight) * key).sum(-1)
     inverse = torch.rsqrt((x * x).mean(-1) + eps) * torch.rsqrt((key * key).mean(-1) + eps)
     d_i = dot * inverse * d**-0.5
-    gate = torch.sigmoid(torch.sign(d_i) * torch.sqrt(d_i.abs().clamp_min(1e-6)))
+    gate = sigmoid(torch.sign(d_i) * torch.sqrt(d_i.abs().clamp_min(1e-6)))
     gate = gate.masked_fill(dead[:, None], 0.0)
     return (x + gate[..., None] * value).to(streams.dtype)

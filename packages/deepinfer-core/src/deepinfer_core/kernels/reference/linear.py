@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ROW_TILE", "grouped_linear", "linear", "pad_rows"]
+__all__ = ["ROW_TILE", "grouped_linear", "linear", "pad_rows", "tile_product"]
 
 ROW_TILE = 8
+_SPLIT_INNER = 512  # from about 1,024 on, a lone product is split over threads along K, a product in a batch never is
+_NARROW = 8  # a lone product with one column takes another kernel
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -31,8 +33,18 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, K] @ weight [K, N] -> [R, N]; bits of row r depend on x[r] and weight only."""
     rows = x.shape[0]
     tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))  # [n, 8, K]
-    out = torch.bmm(tiles, weight.expand(tiles.shape[0], -1, -1)).flatten(0, 1)
+    out = tile_product(tiles, weight.expand(tiles.shape[0], -1, -1)).flatten(0, 1)
     return out if out.shape[0] == rows else out[:rows]
+
+
+def tile_product(tiles: Tensor, weights: Tensor) -> Tensor:
+    """tiles [n, 8, K] @ weights [n, K, N] -> [n, 8, N], each tile with the same bits whatever n is.
+
+    Where the library treats a lone product differently, the tile is computed twice: the second core would idle anyway.
+    """
+    if tiles.shape[0] == 1 and (tiles.shape[2] >= _SPLIT_INNER or weights.shape[2] < _NARROW):
+        return torch.bmm(tiles.expand(2, -1, -1), weights.expand(2, -1, -1))[:1]
+    return torch.bmm(tiles, weights)
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -41,6 +53,6 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     padded = pad_rows(x)
     n = padded.shape[0] // ROW_TILE
     tiles = padded.view(n, ROW_TILE, groups, -1).transpose(1, 2).flatten(0, 1)  # [n * G, 8, K]
-    out = torch.bmm(tiles, weight.expand(n, -1, -1, -1).flatten(0, 1))  # [n * G, 8, N]
+    out = tile_product(tiles, weight.expand(n, -1, -1, -1).flatten(0, 1))  # [n * G, 8, N]
     out = out.view(n, groups, ROW_TILE, -1).transpose(1, 2).reshape(n * ROW_TILE, groups, -1)
     return out[:rows]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.reference.elementwise import sigmoid
 from deepinfer_core.kernels.reference.linear import linear
 
 __all__ = ["mhc_collapse", "mhc_expand", "mhc_mix", "sinkhorn"]
@@ -33,7 +34,7 @@ def mhc_mix(
     flat = streams.flatten(1).float()
     inverse = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
     mixes = linear(flat, fn) * inverse * scale + base
-    gates = torch.sigmoid(mixes[:, : 2 * s].contiguous())
+    gates = sigmoid(mixes[:, : 2 * s].contiguous())
     pre, post = gates[:, :s] + eps, gates[:, s:] * 2.0
     return pre, post, sinkhorn(torch.softmax(mixes[:, 2 * s :].unflatten(-1, (s, s)).contiguous(), -1), iterations, eps)
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.linear import ROW_TILE, linear
+from deepinfer_core.kernels.reference.elementwise import silu, softplus
+from deepinfer_core.kernels.reference.linear import ROW_TILE, linear, tile_product
 from deepinfer_core.kernels.reference.topk import top_k_set
 
 __all__ = ["ExpertTiles", "combine_experts", "plan_tiles", "route", "run_experts", "shared_expert", "swiglu"]
@@ -26,7 +27,7 @@ _GATHER_LIMIT_BYTES = 4 << 20  # above this, copying the weights of every tile c
 
 def route(x: Tensor, gate: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """x [R, D], gate [D, E], bias [E] or [R, E] -> expert ids [R, k] int64 ascending, weights [R, k] float32."""
-    scores = torch.sqrt(F.softplus(linear(x.float(), gate)))
+    scores = torch.sqrt(softplus(linear(x.float(), gate)))
     ids = top_k_set(scores + bias, k)
     chosen = scores.gather(1, ids)
     return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
@@ -35,7 +36,7 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, k: int, scale: float) -> tuple[
 def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """gate_up [..., 2 I], gate half first -> [..., I]: silu(min(g, limit)) * clamp(u, -limit, limit), in float32."""
     g, u = gate_up.float().chunk(2, -1)
-    return F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+    return silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
 
 
 def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -95,9 +96,9 @@ def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
 def _tile_product(tiles_in: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor:
     """[T, 8, K] x weight[tile_expert] [T, K, N] -> [T, 8, N]. Both branches run equal [8, K] x [K, N] products."""
     if tiles.num_tiles * weight[0].numel() * weight.element_size() <= _GATHER_LIMIT_BYTES:
-        return torch.bmm(tiles_in, weight.index_select(0, tiles.tile_expert))
+        return tile_product(tiles_in, weight.index_select(0, tiles.tile_expert))
     parts = [
-        torch.bmm(tiles_in[start:end], weight[expert].expand(end - start, -1, -1))
+        tile_product(tiles_in[start:end], weight[expert].expand(end - start, -1, -1))
         for expert, (start, end) in enumerate(zip(tiles.first_tile, tiles.first_tile[1:], strict=False))
         if end > start
     ]

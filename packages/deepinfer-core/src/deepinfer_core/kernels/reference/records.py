@@ -5,7 +5,8 @@
     index       | D / 2 bytes, even value low nibble | D / 32 e8m0 scales |    68 B for D = 128
 
 A *plain* cache holds the rounded values in a float dtype (the reference on the CPU), a *packed* one holds uint8 records (GPU kernels,
-export). Both have one row an entry; packing is lossless.
+export). Both have one row an entry and hold the same values. `pack` is meant for values that are not rounded yet: of rounded ones it
+keeps every value except in compressed groups whose scale is subnormal (largest magnitude below 0.1), where the scale is not unique.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def read_rows(cache: Tensor, rows: Tensor, fmt: RecordFormat, dtype: torch.dtype
 
 
 def pack(values: Tensor, fmt: RecordFormat) -> Tensor:
-    """values [R, D], rounded or not -> uint8 [R, num_bytes(D)]. Rounding what is already rounded changes nothing."""
+    """values [R, D], not rounded yet -> uint8 [R, num_bytes(D)]; `unpack` of it equals the rounding of the same values."""
     groups = values.float().unflatten(-1, (-1, fmt.group))
     amax = groups.abs().amax(-1, keepdim=True)
     if fmt.name == "window":

@@ -1,0 +1,184 @@
+"""The backbone: embedding, layers, cut, final norm and head (model.md 2).
+
+    streams X [P, S, D] = embedding copied S times, pre-mix (1, 0, ..)
+    layer: Engram? -> mHC(attention) -> mHC(MoE);   from the cut layer on only the decoder rows go through
+    at the cut the KV and index keys are still written for every row, from the layer's normalized input
+    logits [N, V] = head(norm(collapse(X))) of the sample rows; DSpark features = stream means entering the target layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.cache.state import ModelState
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.model.attention import Selections, attention, write_global_entries
+from deepinfer_core.model.batch import Batch, RowSet
+from deepinfer_core.model.moe import moe
+from deepinfer_core.model.params import HyperParams, LayerParams, ModelParams
+from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts
+from deepinfer_core.parallel.owned import OwnedRange
+
+__all__ = ["Backbone", "ForwardOutput", "LayerTrace", "run_sublayers"]
+
+_Sublayer: TypeAlias = Callable[[Tensor], Tensor]  # normalized input [P, D] -> output [P, D]
+
+
+@dataclass
+class LayerTrace:
+    """Intermediate values for tests and debugging; filled only if it is passed to `forward`."""
+
+    streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # after each layer [P, S, D]
+    expert_ids: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    expert_weights: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    selections: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    candidates: Tensor | None = None
+    engram_rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardOutput:
+    """Of one step."""
+
+    logits: Tensor | None  # [N, V] float32 of the sample rows; None if no row went through the decoder half
+    features: Tensor | None  # [P', T * D] of the decoder rows, for the drafter
+    rows_per_layer: tuple[int, ...]  # real rows that each layer's attention and MoE computed
+
+
+class Backbone:
+    """The causal encoder-decoder. Holds no state: `forward` reads and writes the `ModelState` that it is given."""
+
+    def __init__(
+        self, config: ModelConfig, params: ModelParams, kernels: Kernels, exchange: ExpertExchange | None = None
+    ) -> None:
+        self.config, self.params, self.kernels = config, params, kernels
+        self.exchange: ExpertExchange = exchange or LocalExperts()
+        self.vocabulary = OwnedRange.whole(config.vocab_size)
+
+    def forward(self, batch: Batch, state: ModelState, trace: LayerTrace | None = None) -> ForwardOutput:
+        """Run one step's rows. Writes the caches of `state`."""
+        config, kernels = self.config, self.kernels
+        embedded = self.vocabulary.lookup(self.params.embed, batch.tokens)
+        streams = embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
+        pre = _first_pre_mix(streams)
+        rows, selections = batch.encoder, Selections()
+        features: list[Tensor] = []
+        counts: list[int] = []
+        for index, layer in enumerate(self.params.layers):
+            if layer.engram is not None:
+                streams = self._engram(streams, index, batch, trace)
+            if index in config.dspark_target_layer_ids:
+                mean = streams.float().mean(1).to(streams.dtype)
+                features.append(_to_decoder_rows(mean, batch) if rows is batch.encoder else mean)
+            if layer.attn.compressor_proj is not None:
+                x = kernels.rms_norm(kernels.mhc_collapse(streams, pre), layer.attn_norm, config.rms_norm_eps)
+                write_global_entries(x, index, layer.attn, batch, state, config, kernels)
+            if index == config.decoder_start:
+                if batch.decoder is None:
+                    counts += [0] * (config.num_hidden_layers - index)
+                    break
+                streams, pre = _to_decoder_rows(streams, batch), _to_decoder_rows(pre, batch)
+                rows, selections = batch.decoder, Selections()
+            streams, pre = self._layer(streams, pre, index, layer, rows, batch, state, selections, trace)
+            counts.append(rows.num_rows)
+        self._commit_history(batch, state)
+        return self._output(streams, pre, batch, features, tuple(counts))
+
+    def _layer(
+        self, streams: Tensor, pre: Tensor, index: int, layer: LayerParams, rows: RowSet, batch: Batch, state: ModelState,
+        selections: Selections, trace: LayerTrace | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        def attend(x: Tensor) -> Tensor:
+            return attention(x, index, layer.attn, rows, batch, state, selections, self.config, self.kernels)
+
+        def experts(x: Tensor) -> Tensor:
+            if trace is not None:
+                self._trace_router(x, index, layer, rows, trace)
+            return moe(x, rows.num_rows, rows.is_image, layer.ffn, self.exchange, index, self.config, self.kernels)
+
+        streams, pre = run_sublayers(streams, pre, layer, attend, experts, self.config, self.kernels)
+        if trace is not None:
+            trace.streams[index] = streams[: rows.num_rows]
+            if index in selections.chosen:
+                trace.selections[index] = selections.chosen[index][: rows.num_rows]
+            trace.candidates = selections.candidates
+        return streams, pre
+
+    def _engram(self, streams: Tensor, index: int, batch: Batch, trace: LayerTrace | None) -> Tensor:
+        engram = self.params.layers[index].engram
+        if engram is None:
+            return streams
+        config, kernels = self.config, self.kernels
+        table_rows = kernels.engram_rows(
+            batch.engram_history, engram.multipliers, engram.primes, engram.offsets, self.params.pad_class,
+            config.engram_n_heads,
+        )  # fmt: skip
+        if trace is not None:
+            trace.engram_rows[index] = table_rows[: batch.encoder.num_rows]
+        values = engram.table.lookup(table_rows.flatten()).view(table_rows.shape[0], -1)
+        key_value = kernels.linear(values, engram.wkv)
+        dead = batch.engram_history[:, 0] < 0
+        return kernels.engram_gate(streams, key_value, engram.q_weight, engram.k_weight, dead, config.rms_norm_eps)
+
+    def _commit_history(self, batch: Batch, state: ModelState) -> None:
+        commit = batch.history_commit
+        state.history.index_copy_(0, commit.destination, state.history.index_select(0, commit.source))
+
+    def _output(
+        self, streams: Tensor, pre: Tensor, batch: Batch, features: list[Tensor], counts: tuple[int, ...]
+    ) -> ForwardOutput:
+        if batch.decoder is None:
+            return ForwardOutput(None, None, counts)
+        wanted = batch.sample_rows
+        logits = None
+        if len(wanted):
+            hidden = self.kernels.mhc_collapse(streams.index_select(0, wanted), pre.index_select(0, wanted))
+            logits = self.head(self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps))
+        joined = torch.cat(features, -1) if features else None
+        return ForwardOutput(logits, joined, counts)
+
+    def head(self, normalized: Tensor) -> Tensor:
+        """normalized [N, D] -> float32 logits [N, V]."""
+        return self.kernels.linear(normalized.to(self.params.head.dtype), self.params.head).float()
+
+    def _trace_router(self, x: Tensor, index: int, layer: LayerParams, rows: RowSet, trace: LayerTrace) -> None:
+        ids, weights = self.kernels.route(
+            x[: rows.num_rows], layer.ffn.gate, layer.ffn.bias, layer.ffn.num_chosen, self.config.routed_scaling_factor
+        )
+        trace.expert_ids[index], trace.expert_weights[index] = ids, weights
+
+
+def run_sublayers(streams: Tensor, pre: Tensor, layer: LayerParams, attend: _Sublayer, experts: _Sublayer, config: ModelConfig,
+                  kernels: Kernels) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both sublayers of a layer or draft stage with their mHC mixes; each sublayer's input uses the mix of the one before.
+
+    streams [P, S, D], pre [P, S] -> streams and the MoE's pre-mix for the next layer.
+    """
+    for hyper, norm, sublayer in ((layer.hc_attn, layer.attn_norm, attend), (layer.hc_ffn, layer.ffn_norm, experts)):
+        x = kernels.rms_norm(kernels.mhc_collapse(streams, pre), norm, config.rms_norm_eps)
+        pre, post, mix = _mixes(streams, hyper, config, kernels)
+        streams = kernels.mhc_expand(streams, sublayer(x), post, mix)
+    return streams, pre
+
+
+def _mixes(streams: Tensor, hyper: HyperParams, config: ModelConfig, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.mhc_mix(
+        streams, hyper.fn, hyper.base, hyper.scale,
+        iterations=config.hc_sinkhorn_iters, norm_eps=config.rms_norm_eps, eps=config.hc_eps,
+    )  # fmt: skip
+
+
+def _first_pre_mix(streams: Tensor) -> Tensor:
+    pre = torch.zeros(streams.shape[0], streams.shape[1], device=streams.device)
+    pre[:, 0] = 1.0
+    return pre
+
+
+def _to_decoder_rows(x: Tensor, batch: Batch) -> Tensor:
+    return x if batch.decoder_rows is None else x.index_select(0, batch.decoder_rows)

@@ -1,0 +1,174 @@
+"""The DSpark drafter: context keys from target features, one block a step, Markov and confidence heads (model.md 4.1).
+
+    context   main_x = main_norm(main_proj(features));  per stage: key = kv_norm(main_x wkv), rope, e4m3 -> the stage's ring
+    block     [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (positions < a, at most a window of
+              them) and the whole block, in both directions
+    heads     left to right: logits_k = U_k + markov(x_{k-1}), x_k drawn with the same noise as the target will use at its position
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.cache.state import ModelState
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference.linear import pad_rows
+from deepinfer_core.model.attention import project_output
+from deepinfer_core.model.backbone import Backbone, run_sublayers
+from deepinfer_core.model.batch import Batch
+from deepinfer_core.model.moe import moe
+from deepinfer_core.model.params import AttentionParams, DraftParams
+
+__all__ = ["DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
+
+DrawToken: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits [S, V], positions [S] -> tokens [S]
+
+
+@dataclass(frozen=True, eq=False)
+class DraftOutput:
+    """Proposals for S segments."""
+
+    tokens: Tensor  # [S, n]
+    logits: Tensor  # [S, n, V] float32, Markov bias included
+    confidence_logits: Tensor  # [S, n] float32, before calibration
+
+
+@dataclass
+class DraftTrace:
+    """Intermediate values for tests; filled only if it is passed to `propose`."""
+
+    streams: list[Tensor]  # after each stage [S * n, S', D]
+    hidden: Tensor | None = None
+    normalized: Tensor | None = None
+    base_logits: Tensor | None = None
+
+
+class Drafter:
+    """Holds no state; context keys live in `ModelState.draft_window`."""
+
+    def __init__(self, backbone: Backbone, params: DraftParams) -> None:
+        self.backbone, self.params = backbone, params
+        self.config: ModelConfig = backbone.config
+        self.kernels: Kernels = backbone.kernels
+        self.block = self.config.dspark_block_size
+
+    def main_input(self, features: Tensor) -> Tensor:
+        """features [P, T * D] -> [P, D], the input that all stages share."""
+        projected = self.kernels.linear(features, self.params.main_proj)
+        return self.kernels.rms_norm(projected, self.params.main_norm, self.config.rms_norm_eps)
+
+    def store_context(self, features: Tensor, batch: Batch, state: ModelState) -> None:
+        """Context keys of the decoder rows of a step. Rows of drafts that are rejected later are overwritten by the right ones."""
+        rows = batch.decoder
+        if rows is None:
+            return
+        main_x = self.main_input(features)
+        scratch = state.layout.draft_window.scratch_start + torch.arange(main_x.shape[0], device=main_x.device)
+        # Ring rows have the same numbers in both layouts; scratch starts at the same row, too.
+        for stage, cache in zip(self.params.stages, state.draft_window, strict=True):
+            self.kernels.write_window(cache, scratch, self._context_key(main_x, stage.attn, rows.rope))
+            self.kernels.copy_rows(cache, rows.commit.destination, rows.commit.source)
+
+    def propose(
+        self,
+        anchor: Tensor,
+        anchor_position: Tensor,
+        slot: Tensor,
+        visible_from: Tensor,
+        state: ModelState,
+        draw: DrawToken,
+        trace: DraftTrace | None = None,
+    ) -> DraftOutput:
+        """anchor tokens [S] at anchor_position [S] of slot [S]; context below visible_from [S] does not exist. n proposals each."""
+        config, kernels, backbone, n = self.config, self.kernels, self.backbone, self.block
+        segments = anchor.shape[0]
+        tokens = torch.full((segments, n), config.dspark_noise_token_id, dtype=torch.int64, device=anchor.device)
+        tokens[:, 0] = anchor
+        block_position = anchor_position[:, None] + torch.arange(n, device=anchor.device)  # [S, n]
+        embedded = backbone.vocabulary.lookup(backbone.params.embed, tokens.flatten())
+        streams = pad_rows(embedded)[:, None].expand(-1, config.hc_mult, -1).contiguous()  # [P, S', D]
+        pre = torch.zeros(streams.shape[0], config.hc_mult, device=anchor.device)
+        pre[:, 0] = 1.0
+        rope = kernels.rope_table(_pad_ids(block_position.flatten()), backbone.params.frequencies)
+        scratch = state.layout.draft_window.scratch_start + torch.arange(streams.shape[0], device=anchor.device)
+        plan = kernels.plan_keys(self._key_rows(anchor_position, slot, visible_from, state, streams.shape[0]))
+        for number, stage in enumerate(self.params.stages):
+            cache = state.draft_window[number]
+
+            def attend(x: Tensor, weights: AttentionParams = stage.attn, cache: Tensor = cache) -> Tensor:
+                return self._attention(x, weights, rope, scratch, plan, cache)
+
+            def experts(x: Tensor, number: int = number) -> Tensor:
+                weights, layer = self.params.stages[number].ffn, config.num_hidden_layers + number
+                return moe(x, segments * n, None, weights, backbone.exchange, layer, config, kernels)
+
+            streams, pre = run_sublayers(streams, pre, stage, attend, experts, config, kernels)
+            if trace is not None:
+                trace.streams.append(streams[: segments * n])
+        hidden = kernels.mhc_collapse(streams, pre)
+        return self._heads(hidden, anchor, block_position, draw, trace)
+
+    def _heads(
+        self, hidden: Tensor, anchor: Tensor, block_position: Tensor, draw: DrawToken, trace: DraftTrace | None
+    ) -> DraftOutput:
+        segments, n = block_position.shape
+        normalized = self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps)
+        base = self.backbone.head(normalized)[: segments * n].view(segments, n, -1)
+        hidden_by_block = hidden[: segments * n].view(segments, n, -1)
+        if trace is not None:
+            trace.hidden, trace.normalized, trace.base_logits = hidden_by_block, normalized[: segments * n], base
+        previous = anchor
+        tokens: list[Tensor] = []
+        logits: list[Tensor] = []
+        confidence: list[Tensor] = []
+        for k in range(n):  # each proposal depends on the one before it
+            step_logits, z = self.kernels.markov_step(
+                base[:, k], hidden_by_block[:, k], previous, self.params.markov_embed, self.params.markov_head,
+                self.params.confidence,
+            )  # fmt: skip
+            previous = draw(step_logits, block_position[:, k] + 1)
+            tokens.append(previous)
+            logits.append(step_logits)
+            confidence.append(z)
+        return DraftOutput(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+
+    # ---- attention of a stage ------------------------------------------------------------------------------------
+
+    def _attention(self, x: Tensor, params: AttentionParams, rope: Tensor, scratch: Tensor, plan: object, cache: Tensor) -> Tensor:
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        parts = kernels.linear(x, params.input_proj).split(params.input_widths, 1)
+        latent = kernels.rms_norm(parts[0], params.q_norm, eps)
+        q = kernels.linear(latent, params.query_proj).unflatten(1, (self.config.num_attention_heads, -1))
+        key = kernels.apply_rope(kernels.rms_norm(parts[1], params.kv_norm, eps), rope)
+        kernels.write_window(cache, scratch, key)
+        out = kernels.attend(kernels.apply_rope(q, rope), cache, plan, None, None, params.sink)
+        return project_output(out, rope, params, kernels)
+
+    def _context_key(self, main_x: Tensor, params: AttentionParams, rope: Tensor) -> Tensor:
+        # wkv is the second part of the joined input projection
+        start = params.input_widths[0]
+        wkv = params.input_proj[:, start : start + params.input_widths[1]].contiguous()
+        key = self.kernels.rms_norm(self.kernels.linear(main_x, wkv), params.kv_norm, self.config.rms_norm_eps)
+        return self.kernels.apply_rope(key, rope)
+
+    def _key_rows(
+        self, anchor_position: Tensor, slot: Tensor, visible_from: Tensor, state: ModelState, padded: int
+    ) -> Tensor:
+        """[P, W + n]: ring rows of the W positions before the anchor, then the block's scratch rows; -1 = invisible."""
+        ring, n = state.layout.draft_window, self.block
+        position = anchor_position[:, None] + torch.arange(-self.config.sliding_window, 0, device=slot.device)  # [S, W]
+        rows = slot[:, None] * ring.capacity + position % ring.capacity
+        rows = rows.masked_fill(position < visible_from.clamp_min(0)[:, None], -1)
+        block = ring.scratch_start + torch.arange(len(slot) * n, device=slot.device).view(-1, n)
+        both = torch.cat([rows, block], 1).repeat_interleave(n, 0)
+        return torch.nn.functional.pad(both, (0, 0, 0, padded - both.shape[0]), value=-1)
+
+
+def _pad_ids(ids: Tensor) -> Tensor:
+    return torch.nn.functional.pad(ids, (0, -ids.shape[0] % 8))

@@ -1,0 +1,34 @@
+"""The MoE sublayer: route -> dispatch -> experts -> combine (model.md 2.5).
+
+Dispatch and combine belong to `parallel`: with one process they hand the rows through. Padding rows are not routed.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.model.params import MoeParams
+from deepinfer_core.parallel.experts import ExpertExchange
+
+__all__ = ["moe"]
+
+
+def moe(
+    x: Tensor, num_rows: int, is_image: Tensor | None, params: MoeParams, exchange: ExpertExchange, layer: int,
+    config: ModelConfig, kernels: Kernels,
+) -> Tensor:  # fmt: skip
+    """x [P, D] normalized input, the first `num_rows` of it real -> [P, D], zero in padding rows."""
+    real = x[:num_rows]
+    bias = params.bias
+    if is_image is not None:
+        bias = is_image[:num_rows, None] * params.bias_vl + ~is_image[:num_rows, None] * params.bias
+    ids, weights = kernels.route(real, params.gate, bias, params.num_chosen, config.routed_scaling_factor)
+    sent = exchange.dispatch(layer, real, ids, weights)
+    plan = kernels.plan_experts(sent.local_ids, params.w13.shape[0])
+    pairs = kernels.run_experts(sent.rows, sent.weights, plan, params.w13, params.w2, config.swiglu_limit)
+    shared = kernels.shared_expert(x, params.shared_w13, params.shared_w2, config.swiglu_limit)
+    y = kernels.combine_experts(exchange.combine(sent, pairs), shared[:num_rows])
+    return F.pad(y, (0, 0, 0, x.shape[0] - num_rows))

@@ -1,0 +1,230 @@
+"""Weights in the form that the kernels take: products as [K, N], projections of one input side by side, mHC scales by column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.checkpoint.engram_store import EngramTable
+from deepinfer_core.checkpoint.weights import (
+    AttentionWeights,
+    DraftWeights,
+    EngramWeights,
+    HyperWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.reference.norm_rope import rope_frequencies
+
+__all__ = [
+    "AttentionParams",
+    "DraftParams",
+    "EngramParams",
+    "HyperParams",
+    "LayerParams",
+    "ModelParams",
+    "MoeParams",
+    "build_params",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class HyperParams:
+    """One mHC mix; M = 2 S + S * S."""
+
+    fn: Tensor  # [S * D, M]
+    base: Tensor  # [M]
+    scale: Tensor  # [M]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParams:
+    """One attention sublayer. `input_proj` is wq_a | wkv | indexer.weights_proj, split by `input_widths`."""
+
+    input_proj: Tensor  # [D, q_lora + hd (+ Hi)]
+    input_widths: tuple[int, ...]
+    q_norm: Tensor
+    kv_norm: Tensor
+    query_proj: Tensor  # [q_lora, H * hd]
+    index_query_proj: Tensor | None  # [q_lora, Hi * Di]
+    wo_a: Tensor  # [G, H / G * hd, o_lora]
+    wo_b: Tensor  # [G * o_lora, D]
+    sink: Tensor  # [H] float32
+    compressor_proj: Tensor | None  # [D, hd] or [D, 2 hd]: wkv (| wgate)
+    compressor_norm: Tensor | None
+    index_key_proj: Tensor | None  # [hd, Di]
+    index_key_norm: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class MoeParams:
+    """Router, routed experts held here, shared expert; gate and up projections side by side."""
+
+    gate: Tensor  # [D, E] float32
+    bias: Tensor  # [E]
+    bias_vl: Tensor  # [E]
+    w13: Tensor  # [E_local, D, 2 I]
+    w2: Tensor  # [E_local, I, D]
+    shared_w13: Tensor  # [D, 2 I]
+    shared_w2: Tensor  # [I, D]
+    num_chosen: int
+
+
+@dataclass(frozen=True, eq=False)
+class EngramParams:
+    """One Engram layer."""
+
+    wkv: Tensor  # [C * hd, (S + 1) * D]
+    q_weight: Tensor  # [S, D]
+    k_weight: Tensor  # [S, D]
+    table: EngramTable
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParams:
+    """One backbone layer or draft stage."""
+
+    attn_norm: Tensor
+    ffn_norm: Tensor
+    hc_attn: HyperParams
+    hc_ffn: HyperParams
+    attn: AttentionParams
+    ffn: MoeParams
+    engram: EngramParams | None
+
+
+@dataclass(frozen=True, eq=False)
+class DraftParams:
+    """The DSpark module."""
+
+    main_proj: Tensor  # [T * D, D]
+    main_norm: Tensor
+    stages: tuple[LayerParams, ...]
+    norm: Tensor
+    markov_embed: Tensor  # [V, r]
+    markov_head: Tensor  # [r, V]
+    confidence: Tensor  # [D + r, 1] float32
+
+
+@dataclass(frozen=True, eq=False)
+class ModelParams:
+    """Everything that a forward pass reads and never writes."""
+
+    embed: Tensor  # [V, D]
+    head: Tensor  # [D, V] float32
+    norm: Tensor
+    layers: tuple[LayerParams, ...]
+    draft: DraftParams | None
+    token_classes: Tensor  # [V]
+    pad_class: int
+    frequencies: Tensor  # [rotary / 2] window-only layers and draft stages
+    long_frequencies: Tensor  # [rotary / 2] layers with a compressed cache (YaRN)
+
+
+def build_params(weights: ModelWeights, config: ModelConfig) -> ModelParams:
+    """Transposes and joins; the numbers stay what they are."""
+    rotary = config.qk_rope_head_dim
+    device = weights.embed.device
+    return ModelParams(
+        embed=weights.embed,
+        head=_kn(weights.head.float()),
+        norm=weights.norm.float(),
+        layers=tuple(_layer(layer, config.num_experts_per_tok) for layer in weights.layers),
+        draft=None if weights.draft is None else _draft(weights.draft, config),
+        token_classes=weights.token_classes,
+        pad_class=int(weights.token_classes[config.engram_pad_token_id]),
+        frequencies=rope_frequencies(rotary, config.rope_theta, None).float().to(device),
+        long_frequencies=rope_frequencies(rotary, config.compress_rope_theta, config.rope_scaling).float().to(device),
+    )
+
+
+def _kn(weight: Tensor) -> Tensor:
+    return weight.transpose(-1, -2).contiguous()
+
+
+def _layer(w: LayerWeights, num_chosen: int) -> LayerParams:
+    return LayerParams(
+        attn_norm=w.attn_norm.float(),
+        ffn_norm=w.ffn_norm.float(),
+        hc_attn=_hyper(w.hc_attn),
+        hc_ffn=_hyper(w.hc_ffn),
+        attn=_attention(w.attn),
+        ffn=_moe(w.ffn, num_chosen),
+        engram=None if w.engram is None else _engram(w.engram),
+    )
+
+
+def _hyper(w: HyperWeights) -> HyperParams:
+    mixes = w.fn.shape[0]
+    streams = int((1 + mixes) ** 0.5) - 1  # M = S^2 + 2 S = (S + 1)^2 - 1
+    widths = torch.tensor([streams, streams, streams * streams], device=w.fn.device)
+    return HyperParams(_kn(w.fn), w.base, torch.repeat_interleave(w.scale, widths))
+
+
+def _attention(w: AttentionWeights) -> AttentionParams:
+    parts = [w.wq_a, w.wkv] + ([] if w.indexer is None else [w.indexer.weights_proj])
+    compressor = None
+    if w.compressor is not None:
+        members = [w.compressor.wkv] + ([] if w.compressor.wgate is None else [w.compressor.wgate])
+        compressor = _kn(torch.cat(members))
+        if w.compressor.wgate is not None:
+            compressor = compressor.float()  # pooling runs in float32 (model.md 2.1)
+    return AttentionParams(
+        input_proj=_kn(torch.cat(parts)),
+        input_widths=tuple(part.shape[0] for part in parts),
+        q_norm=w.q_norm.float(),
+        kv_norm=w.kv_norm.float(),
+        query_proj=_kn(w.wq_b),
+        index_query_proj=None if w.indexer is None else _kn(w.indexer.wq_b),
+        wo_a=_kn(w.wo_a),
+        wo_b=_kn(w.wo_b),
+        sink=w.sink,
+        compressor_proj=compressor,
+        compressor_norm=None if w.compressor is None else w.compressor.norm.float(),
+        index_key_proj=None if w.index_key is None else _kn(w.index_key.wk),
+        index_key_norm=None if w.index_key is None else w.index_key.k_norm.float(),
+    )
+
+
+def _moe(w: MoeWeights, num_chosen: int) -> MoeParams:
+    return MoeParams(
+        gate=_kn(w.gate.float()),
+        bias=w.bias,
+        bias_vl=w.bias_vl,
+        w13=_kn(torch.cat([w.w1, w.w3], 1)),
+        w2=_kn(w.w2),
+        shared_w13=_kn(torch.cat([w.shared_w1, w.shared_w3])),
+        shared_w2=_kn(w.shared_w2),
+        num_chosen=num_chosen,
+    )
+
+
+def _engram(w: EngramWeights) -> EngramParams:
+    return EngramParams(
+        wkv=_kn(w.wkv),
+        q_weight=w.q_weight.float(),
+        k_weight=w.k_weight.float(),
+        table=w.table,
+        multipliers=w.multipliers,
+        primes=w.primes,
+        offsets=w.offsets,
+    )
+
+
+def _draft(w: DraftWeights, config: ModelConfig) -> DraftParams:
+    return DraftParams(
+        main_proj=_kn(w.main_proj),
+        main_norm=w.main_norm.float(),
+        stages=tuple(_layer(stage, config.dspark_num_experts_per_tok) for stage in w.stages),
+        norm=w.norm.float(),
+        markov_embed=w.markov_embed,
+        markov_head=_kn(w.markov_head),
+        confidence=w.confidence.float()[:, None].contiguous(),
+    )

@@ -1,0 +1,55 @@
+"""The text of a message built from parts: joined by a blank line, images as placeholders."""
+
+from __future__ import annotations
+
+from deepseek_recipe.images.sources import ImageSource
+from deepseek_recipe.tokens import SpecialToken
+
+__all__ = ["ContentBuilder"]
+
+_JOINT = "\n\n"
+_DEFAULT_IMAGE = SpecialToken.Image.default_str()
+
+
+class ContentBuilder:
+    """Collects the parts of one message.
+
+    With `tracks_offsets` the places of the placeholders are known, so a literal spelling of the image token in a text
+    part stays text; without, the first N spellings are the placeholders of N images, as in the official codec.
+    """
+
+    __slots__ = ("_image", "_length", "_offsets", "_parts", "_tracks_offsets", "sources")
+
+    def __init__(self, image: str, *, tracks_offsets: bool) -> None:
+        self._image = image
+        self._parts: list[str] = []
+        self._length = 0
+        self._offsets: list[int] = []
+        self._tracks_offsets = tracks_offsets
+        self.sources: list[ImageSource] = []
+
+    def add_text(self, text: str) -> None:
+        """Adds a text part."""
+        self._length += len(text) + (len(_JOINT) if self._parts else 0)
+        self._parts.append(text)
+
+    def add_image(self, source: ImageSource) -> None:
+        """Adds an image part."""
+        self.add_text(self._image)
+        self._offsets.append(self._length - len(self._image))
+        self.sources.append(source)
+
+    @property
+    def text(self) -> str:
+        """The joined text."""
+        return self._parts[0] if len(self._parts) == 1 else _JOINT.join(self._parts)
+
+    @property
+    def image_token(self) -> str | None:
+        """The spelling of the placeholders, where there are any and it is not the default."""
+        return self._image if self.sources and self._image != _DEFAULT_IMAGE else None
+
+    @property
+    def offsets(self) -> tuple[int, ...] | None:
+        """Where the placeholders start, when that is tracked."""
+        return tuple(self._offsets) if self.sources and self._tracks_offsets else None

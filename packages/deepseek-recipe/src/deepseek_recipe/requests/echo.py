@@ -1,0 +1,67 @@
+"""What a Responses response repeats of its request."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deepseek_recipe.requests import wire_responses as wire
+from deepseek_recipe.requests.wire import as_f32
+
+__all__ = ["ResponsesEcho", "echo_of", "shortest_f32"]
+
+
+class ResponsesEcho(msgspec.Struct, frozen=True, kw_only=True):
+    """The echoed fields; without a request, their defaults.
+
+    `reasoning`, `text`, `tool_choice` and `tools` are JSON values in the form of the response object.
+    """
+
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_logprobs: int = 0
+    user: str | None = None
+    reasoning: dict[str, Any] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
+    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}, "verbosity": None})
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; single-precision numbers with their shortest digits."""
+        values = msgspec.structs.asdict(self)
+        return {**values, "temperature": shortest_f32(self.temperature), "top_p": shortest_f32(self.top_p)}
+
+
+def echo_of(body: wire.ResponsesBody, tools: Sequence[wire.Tool | None]) -> ResponsesEcho:
+    """The echo of a parsed body; tools of unknown type are left out."""
+    reasoning = body.reasoning or wire.Reasoning()
+    text = body.text or wire.Text()
+    return ResponsesEcho(
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        temperature=1.0 if body.temperature is None else as_f32(body.temperature),
+        top_p=1.0 if body.top_p is None else as_f32(body.top_p),
+        top_logprobs=body.top_logprobs or 0,
+        user=body.user,
+        reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        text=msgspec.to_builtins(text),
+        tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+        tools=[msgspec.to_builtins(tool) for tool in tools if tool is not None],
+    )
+
+
+def shortest_f32(value: float) -> float:
+    """The double with the fewest digits that is `value` in single precision: 0.3 for 0.30000001192092896."""
+    if value != as_f32(value):
+        return value
+    packed = struct.pack("<f", value)
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", as_f32(short)) == packed:
+            return short
+    return value

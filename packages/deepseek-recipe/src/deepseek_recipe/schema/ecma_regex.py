@@ -1,0 +1,143 @@
+r"""Syntax check of regular expressions in the dialect of JSON Schema (ECMA-262, Unicode mode).
+
+    pattern := alternative ("|" alternative)*         term := atom quantifier?
+    atom    := "." | "^" | "$" | escape | class | "(" [?: ?= ?! ?<= ?<! ?<name>] pattern ")" | character
+
+A pattern is only read, in one pass and without recursion: none is ever run, so none can be made to backtrack.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["check_pattern"]
+
+MAX_PATTERN_CHARS = 65_536
+_MAX_GROUP_DEPTH = 200
+
+_GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|<(?P<name>[A-Za-z_$][\w$]*)>|(?P<bad>.?)))?", re.DOTALL)
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{(?P<low>\d+)(?:,(?P<high>\d*))?\})\??")
+_ESCAPE = re.compile(
+    r"\\(?:[dDsSwWbB]|[fnrtv0]|c[A-Za-z]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]{1,6}\}"
+    r"|[pP]\{[A-Za-z0-9_=]+\}|[pP][A-Z]|[1-9]\d*|k<[A-Za-z_$][\w$]*>|[^A-Za-z0-9])",
+    re.DOTALL,
+)
+_CLASS_SET = re.compile(r"\\(?:[dDsSwW]|[pP](?:\{[^}]*\}|[A-Z]))")
+_NOT_QUANTIFIABLE = re.compile(r"\(\?(?:<[=!])")
+
+
+def check_pattern(pattern: str) -> str | None:
+    """None for a valid pattern, otherwise what is wrong with it and where."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        return f"{len(pattern)} characters are more than the limit of {MAX_PATTERN_CHARS}"
+    return _Reader(pattern).problem()
+
+
+class _Reader:
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._open_groups: list[int] = []
+        self._names: set[str] = set()
+
+    def problem(self) -> str | None:
+        """Reads the whole pattern."""
+        can_repeat = False
+        while self._at < len(self._pattern):
+            char = self._pattern[self._at]
+            if (quantifier := _QUANTIFIER.match(self._pattern, self._at)) is not None:
+                if not can_repeat:
+                    return f"nothing to repeat at {self._at}"
+                if quantifier["high"] and int(quantifier["high"]) < int(quantifier["low"]):
+                    return f"the numbers of {quantifier[0]} are out of order at {self._at}"
+                self._at = quantifier.end()
+                can_repeat = False
+            elif char == "(":
+                if (problem := self._open_group()) is not None:
+                    return problem
+                can_repeat = False
+            elif char == ")":
+                if not self._open_groups:
+                    return f"unmatched ) at {self._at}"
+                opened_at = self._open_groups.pop()
+                can_repeat = _NOT_QUANTIFIABLE.match(self._pattern, opened_at) is None
+                self._at += 1
+            elif char == "[":
+                if (problem := self._read_class()) is not None:
+                    return problem
+                can_repeat = True
+            elif char == "\\":
+                if (problem := self._read_escape()) is not None:
+                    return problem
+                can_repeat = True
+            elif char in "|^$":
+                self._at += 1
+                can_repeat = False
+            else:
+                self._at += 1
+                can_repeat = True
+        return f"unclosed ( at {self._open_groups[-1]}" if self._open_groups else None
+
+    def _open_group(self) -> str | None:
+        group = _GROUP.match(self._pattern, self._at)
+        if group is None or group["bad"] is not None:
+            return f"unknown kind of group at {self._at}"
+        if group["name"] is not None:
+            if group["name"] in self._names:
+                return f"two groups are named {group['name']!r}"
+            self._names.add(group["name"])
+        if len(self._open_groups) >= _MAX_GROUP_DEPTH:
+            return f"more than {_MAX_GROUP_DEPTH} groups inside one another"
+        self._open_groups.append(self._at)
+        self._at = group.end()
+        return None
+
+    def _read_escape(self) -> str | None:
+        escape = _ESCAPE.match(self._pattern, self._at)
+        if escape is None:
+            return f"unknown escape at {self._at}"
+        self._at = escape.end()
+        return None
+
+    def _read_class(self) -> str | None:
+        """Reads `[...]`; a range needs two single characters in order."""
+        start = self._at
+        self._at += 2 if self._pattern.startswith("[^", start) else 1
+        previous: str | None = None  # a single character that may begin a range
+        while self._at < len(self._pattern):
+            if self._pattern[self._at] == "]":
+                self._at += 1
+                return None
+            item_at = self._at
+            is_range = (
+                self._pattern[item_at] == "-"
+                and item_at > start + 1
+                and self._pattern[item_at + 1 : item_at + 2] not in ("]", "")
+                and previous != "range"
+                and previous != ""
+            )
+            if is_range:
+                self._at += 1
+                first = previous
+                second, problem = self._class_item()
+                if problem is not None:
+                    return problem
+                if first in (None, "set") or second == "set":
+                    return f"a range with a set at {item_at}"
+                if first is not None and len(first) == len(second) == 1 and first > second:
+                    return f"a range out of order at {item_at}"
+                previous = "range"
+                continue
+            previous, problem = self._class_item()
+            if problem is not None:
+                return problem
+        return f"unclosed [ at {start}"
+
+    def _class_item(self) -> tuple[str, str | None]:
+        """Reads one member of a class: its character, "set" for \\d and the like, "escape" for other escapes."""
+        if self._pattern[self._at] != "\\":
+            self._at += 1
+            return self._pattern[self._at - 1], None
+        is_set = _CLASS_SET.match(self._pattern, self._at) is not None
+        problem = self._read_escape()
+        return ("set" if is_set else "escape"), problem

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from json.encoder import encode_basestring
 from typing import Any, Final
 
@@ -59,16 +60,14 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
 
     def start(self, usage: Usage, system_fingerprint: str | None) -> list[ChatCompletionChunk]:
         self._fingerprint = system_fingerprint
-        if self._is_thinking:
-            reasoning, content = ('{"content":null,"reasoning_content":', "}"), ('{"content":', ',"reasoning_content":null}')
-            first: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": ""}
-        else:
-            reasoning, content = ('{"reasoning_content":', "}"), ('{"content":', "}")
-            first = {"role": "assistant", "content": ""}
         self._shapes = {
-            PartKind.REASONING: self._shape("reasoning_content", *reasoning),
-            PartKind.CONTENT: self._shape("content", *content),
+            PartKind.REASONING: self._shape("reasoning_content", '{"content":null,"reasoning_content":', "}"),
+            PartKind.CONTENT: self._shape("content", '{"content":', ',"reasoning_content":null}'),
         }
+        first: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": ""}
+        if not self._is_thinking:
+            self._shapes[PartKind.CONTENT] = self._shape("content", '{"content":', "}")
+            first = {"role": "assistant", "content": ""}
         return [self._chunk(first)]
 
     def delta(self, kind: PartKind, text: str) -> ChatCompletionChunk:
@@ -84,20 +83,22 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
             return [ChatCompletionChunk(self._shapes[kind], text)]
         if logprobs is None:
             return [self.delta(kind, text)]
-        field, other = ("reasoning_content", "content") if kind is PartKind.REASONING else ("content", "reasoning_content")
-        self._has_reasoned |= kind is PartKind.REASONING and text != ""
-        delta: dict[str, Any] = {field: text}
-        if self._is_thinking:
-            delta[other] = None
-        return [self._chunk(dict(sorted(delta.items())), logprobs={field: logprobs})]
+        if kind is PartKind.REASONING:
+            self._has_reasoned |= text != ""
+            return [self._chunk({"content": None, "reasoning_content": text}, logprobs={"reasoning_content": logprobs})]
+        return [self._chunk(self._content_delta(text), logprobs={"content": logprobs})]
 
     def finish(
         self, reason: InferenceFinishReason | None, usage: Usage, stop_sequence: str | None
     ) -> list[ChatCompletionChunk]:
         calls_end = reason is InferenceFinishReason.Stop and self._call_count > 0
-        delta = {"content": "", "reasoning_content": None} if self._is_thinking else {"content": ""}
+        if not self._is_thinking:
+            usage = replace(usage, reasoning_tokens=None)
         finish_reason = "tool_calls" if calls_end else "stop" if reason is None else _FINISH_REASONS[reason]
-        return [self._chunk(delta, finish_reason=finish_reason, usage=usage.chat())]
+        return [self._chunk(self._content_delta(""), finish_reason=finish_reason, usage=usage.chat())]
+
+    def _content_delta(self, text: str) -> dict[str, Any]:
+        return {"content": text, "reasoning_content": None} if self._is_thinking else {"content": text}
 
     def _start_call(self, name: str) -> ChatCompletionChunk:
         index, call_id = self._call_count, self._next_call_id()

@@ -39,7 +39,7 @@ class TokenDecoder:
         self._vocabulary = vocabulary
         self._held: list[bytes] = []
         self._tail = b""
-        self._logprobs: list[dict[str, Any]] | None = None
+        self._logprobs: list[dict[str, Any] | None] = []
 
     @property
     def is_holding(self) -> bool:
@@ -58,13 +58,13 @@ class TokenDecoder:
         units: list[DecodedUnit] = []
         for i, token_id in enumerate(token_ids):
             entry = None if logprobs is None else self._logprob_entry(token_id, logprobs[i])
-            spelling = self._vocabulary.added_spelling(token_id)
+            spelling = self._vocabulary.added.get(token_id)
             if spelling is None:
                 self._hold(token_id, entry)
                 continue
-            if self._held:
+            if self._tail:
                 units.append(self._release())
-            units.append(DecodedUnit(spelling, Origin.SPECIAL_TOKEN, 1, None if entry is None else [entry]))
+            units.append(self._release(spelling, entry))
         if self._tail and not self._tail.decode("utf-8", "replace").endswith(REPLACEMENT):
             units.append(self._release())
         return units
@@ -73,18 +73,18 @@ class TokenDecoder:
         spelled = self._vocabulary.token_bytes(token_id)
         self._held.append(spelled)
         self._tail = (self._tail + spelled)[-_LONGEST_CHARACTER:]
-        if entry is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs.append(entry)
+        self._logprobs.append(entry)
 
-    def _release(self) -> DecodedUnit:
+    def _release(self, spelling: str | None = None, entry: dict[str, Any] | None = None) -> DecodedUnit:
+        """What is held, as it stands; with `spelling`, that special token and the textless ids that are held."""
+        count, logprobs = len(self._held), self._logprobs
         text = b"".join(self._held).decode("utf-8", "replace")
-        unit = DecodedUnit(text, Origin.PLAIN_TOKENS, len(self._held), self._logprobs)
-        self._held = []
-        self._tail = b""
-        self._logprobs = None
-        return unit
+        origin = Origin.PLAIN_TOKENS
+        if spelling is not None:
+            count, logprobs, text, origin = count + 1, [*logprobs, entry], spelling, Origin.SPECIAL_TOKEN
+        complete = [logprob for logprob in logprobs if logprob is not None]
+        self._held, self._tail, self._logprobs = [], b"", []
+        return DecodedUnit(text, origin, count, complete if len(complete) == count else None)
 
     def _logprob_entry(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         logprob, top = logprobs

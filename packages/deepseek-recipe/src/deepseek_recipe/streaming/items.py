@@ -210,7 +210,7 @@ class SearchCallItem(_CallItem):
         return None
 
     def value(self, status: str) -> dict[str, Any]:
-        arguments = None if status == "in_progress" else _json_object(self.text)
+        arguments = _json_object(self.text) if status == "completed" else None
         return {
             "type": "tool_search_call",
             "id": self.id,

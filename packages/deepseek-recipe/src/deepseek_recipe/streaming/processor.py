@@ -57,11 +57,13 @@ class StreamProcessor:
         self._generator = generator.take()
         self._parser = OutputParser(options)
         self._tokenizer = tokenizer
-        self._decoder = None if tokenizer is None else TokenDecoder(tokenizer.vocabulary)
+        self._decoder: TokenDecoder | None = None
         self._texts = {} if tokenizer is None else tokenizer.vocabulary.texts
         self._reasoning: list[str] | None = None
-        if tokenizer is not None and options.thinking_initial_stage is not None:
-            self._reasoning = []
+        if tokenizer is not None:
+            self._decoder = TokenDecoder(tokenizer.vocabulary)
+            if options.thinking_initial_stage is not None:
+                self._reasoning = []
         self._prompt_usage = PromptUsage()
         self._completion_tokens = 0
         self._is_started = False

@@ -30,21 +30,17 @@ _BYTE_OF_CHARACTER: Final = _byte_of_character()
 class Vocabulary:
     """Bytes of token ids, remembered. One object serves any number of streams.
 
-    `texts` holds those ordinary ids met so far that are text by themselves: valid UTF-8 that is not empty and does not
-    end in U+FFFD.
+    `added`: spellings of the added tokens by id. `texts`: those ordinary ids met so far that are text by themselves,
+    which is valid UTF-8, not empty and without U+FFFD.
     """
 
-    __slots__ = ("_added", "_backend", "_bytes", "texts")
+    __slots__ = ("_backend", "_bytes", "added", "texts")
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        self.added: dict[int, str] = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-
-    def added_spelling(self, token_id: int) -> str | None:
-        """The spelling of an added token; None for an ordinary or unknown id."""
-        return self._added.get(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of any id; none for an unknown one."""
@@ -52,7 +48,7 @@ class Vocabulary:
         return self._look_up(token_id) if known is None else known
 
     def _look_up(self, token_id: int) -> bytes:
-        added = self._added.get(token_id)
+        added = self.added.get(token_id)
         if added is not None:
             spelled = added.encode()
         else:

@@ -174,14 +174,18 @@ class _Builder:
 
     def _resolve(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Positions and tokens, those of held rows from the device's block of the slot."""
-        plan = self.plan
+        plan, state = self.plan, self.state
         position, tokens = self.tensor(plan.row_position), self.tensor(plan.row_token)
-        if not (plan.row_source == TokenSource.HELD).any():
+        held_rows = plan.row_source == TokenSource.HELD
+        if not held_rows.any():
             return position, tokens
-        held = self.tensor(plan.row_source == TokenSource.HELD).bool()
-        index = torch.where(held, tokens, 0)
-        position = torch.where(held, self.state.held_position[slot] + index, position)
-        return position, torch.where(held, self.state.held_tokens[slot, index], tokens)
+        # A segment with a held anchor has its place from the device; drafts in it may be given (forced by a grammar).
+        starts = plan.segment_start[:-1][self.segment_of]
+        held_segment = self.tensor(held_rows[starts]).bool()
+        offset = self.tensor(np.arange(plan.num_rows) - starts)
+        position = torch.where(held_segment, state.held_position[slot] + offset, position)
+        held = self.tensor(held_rows).bool()
+        return position, torch.where(held, state.held_tokens[slot, torch.where(held, tokens, 0)], tokens)
 
     def _visible_from(self) -> tuple[Tensor, Tensor]:
         plan = self.plan

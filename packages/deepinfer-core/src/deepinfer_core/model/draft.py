@@ -27,7 +27,7 @@ from deepinfer_core.model.params import AttentionParams, DraftParams
 
 __all__ = ["DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
 
-DrawToken: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits [S, V], positions [S] -> tokens [S]
+DrawToken: TypeAlias = Callable[[int, Tensor], Tensor]  # number k of the proposal, logits [S, V] -> tokens [S]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +83,13 @@ class Drafter:
         visible_from: Tensor,
         state: ModelState,
         draw: DrawToken,
+        num_steps: int | None = None,
         trace: DraftTrace | None = None,
     ) -> DraftOutput:
-        """anchor tokens [S] at anchor_position [S] of slot [S]; context below visible_from [S] does not exist. n proposals each."""
+        """anchor tokens [S] at anchor_position [S] of slot [S]; context below visible_from [S] does not exist.
+
+        The first `num_steps` proposals of the block are drawn (None = all of them).
+        """
         config, kernels, backbone, n = self.config, self.kernels, self.backbone, self.block
         segments = anchor.shape[0]
         tokens = torch.full((segments, n), config.dspark_noise_token_id, dtype=torch.int64, device=anchor.device)
@@ -112,11 +116,12 @@ class Drafter:
             if trace is not None:
                 trace.streams.append(streams[: segments * n])
         hidden = kernels.mhc_collapse(streams, pre)
-        return self._heads(hidden, anchor, block_position, draw, trace)
+        return self._heads(hidden, anchor, block_position, draw, n if num_steps is None else num_steps, trace)
 
     def _heads(
-        self, hidden: Tensor, anchor: Tensor, block_position: Tensor, draw: DrawToken, trace: DraftTrace | None
-    ) -> DraftOutput:
+        self, hidden: Tensor, anchor: Tensor, block_position: Tensor, draw: DrawToken, num_steps: int,
+        trace: DraftTrace | None,
+    ) -> DraftOutput:  # fmt: skip
         segments, n = block_position.shape
         normalized = self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps)
         base = self.backbone.head(normalized)[: segments * n].view(segments, n, -1)
@@ -127,12 +132,12 @@ class Drafter:
         tokens: list[Tensor] = []
         logits: list[Tensor] = []
         confidence: list[Tensor] = []
-        for k in range(n):  # each proposal depends on the one before it
+        for k in range(num_steps):  # each proposal depends on the one before it
             step_logits, z = self.kernels.markov_step(
                 base[:, k], hidden_by_block[:, k], previous, self.params.markov_embed, self.params.markov_head,
                 self.params.confidence,
             )  # fmt: skip
-            previous = draw(step_logits, block_position[:, k] + 1)
+            previous = draw(k, step_logits)
             tokens.append(previous)
             logits.append(step_logits)
             confidence.append(z)

@@ -291,7 +291,9 @@ class Sampler:
     # ---- rows that a step concerns ---------------------------------------------------------------------------------
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        # A field of one record counts as contiguous whatever its stride is; torch wants the plain stride, so copy.
+        plain = array.copy() if array.size == 1 else np.ascontiguousarray(array)
+        return torch.from_numpy(plain).to(self._device, non_blocking=True)
 
     def _rows(self, tensor: Tensor, index: NDArray[np.int64]) -> Tensor:
         """tensor[index] for ascending `index`, without a copy where that is all of it."""

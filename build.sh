@@ -144,5 +144,7 @@ printf '\n'
 # The first import of torch compiles a thousand modules: keep the result, also for those who set this variable.
 env -u PYTHONDONTWRITEBYTECODE "$VENV/bin/python" tools/what_runs.py || fail "the installed packages do not work together (Python's message is above)"
 if ! is_wanted_uv uv; then
-    printf '\nuv is not on PATH; for the commands of the README:  export PATH="%s:$PATH"\n' "$(cd "$(dirname "$UV")" && pwd)"
+    mkdir -p .uv/bin
+    [ "$UV" = .uv/bin/uv ] || ln -sf "$UV" .uv/bin/uv
+    printf '\nuv is not on PATH; for the commands of the README:  export PATH="%s:$PATH"\n' "$PWD/.uv/bin"
 fi

@@ -1,0 +1,99 @@
+"""The two engine loops: one step after the other, or planning step N + 1 while step N runs.
+
+    plain       schedule 0 | run 0 ..... | commit 0 | schedule 1 | run 1 ..... | commit 1
+    overlapped  schedule 0 | schedule 1 | wait 0 .. | commit 0 | schedule 2 | wait 1 .. | commit 1
+                device     | step 0 ............... | step 1 ........................... | step 2
+
+Both make the same calls on the same scheduler, so with batch-invariant results they give the same tokens; the plain loop is the
+oracle of the other. A step that fails on the device is abandoned: its requests are computed again, and one that fails alone
+ends with that error. On a device that always fails every request ends so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from deepinfer_core.config.scheduler import IN_FLIGHT_STEPS
+from deepinfer_core.scheduling.plan import StepPlan, StepResult
+from deepinfer_core.scheduling.request import StepOutputs
+from deepinfer_core.scheduling.scheduler import Scheduler
+
+__all__ = ["Device", "EngineLoop", "make_loop"]
+
+
+class Device[Ticket](Protocol):
+    """Runs plans in the order of their launch."""
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step and return at once. An exception means that it did not start."""
+        ...
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        """The result of a launched step. An exception means that its effects are unknown."""
+        ...
+
+
+class EngineLoop[Ticket]:
+    """Drives a scheduler and a device with up to `depth` steps launched at once: 1 is the plain loop, 2 the overlapped one."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        device: Device[Ticket],
+        *,
+        depth: int = IN_FLIGHT_STEPS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self._device = device
+        self._depth = depth
+        self._clock = clock
+        self._launched: deque[tuple[StepPlan, Ticket | Exception, float]] = deque()
+        self._last_done_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` can change anything."""
+        return self.scheduler.num_unfinished > 0 or bool(self._launched)
+
+    def step(self) -> StepOutputs:
+        """Launch what can be launched, then commit the oldest step. Outputs are empty when there was nothing to do."""
+        while len(self._launched) < self._depth and not self._has_failed_launch():
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._launch(plan)
+        if not self._launched:
+            return self.scheduler.take_finished()
+        plan, ticket, launched_s = self._launched.popleft()
+        try:
+            if isinstance(ticket, Exception):
+                raise ticket
+            result = self._device.wait(ticket)
+        except Exception as error:
+            self.scheduler.abandon(plan, str(error))
+            return self.scheduler.take_finished()
+        done_s = self._clock()
+        self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
+        self._last_done_s = done_s
+        return self.scheduler.commit(plan, result)
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched_s = self._clock()
+        try:
+            ticket = self._device.launch(plan)
+        except Exception as error:
+            self._launched.append((plan, error, launched_s))  # abandoned when the steps before it are committed
+        else:
+            self._launched.append((plan, ticket, launched_s))
+
+    def _has_failed_launch(self) -> bool:
+        return bool(self._launched) and isinstance(self._launched[-1][1], Exception)
+
+
+def make_loop[Ticket](scheduler: Scheduler, device: Device[Ticket], *, overlap: bool) -> EngineLoop[Ticket]:
+    """The overlapped loop, or the plain one."""
+    return EngineLoop(scheduler, device, depth=IN_FLIGHT_STEPS if overlap else 1)

@@ -1,0 +1,96 @@
+"""DSpark budget: how many drafts each request has verified, as pure functions of survivals and costs.
+
+    survival a[r, j] = c[r, 1] c[r, 2] .. c[r, j]     probability that drafts 1..j of request r are all accepted, falling in j
+    rows     B(K)    = base rows + K                  K drafts verified in all
+    tokens   tau(K)  = samplers + sum of the K largest a
+    choose   K       = argmax tau(K) / cost(B(K))     expected tokens a second
+    fill     the K largest a, in the order (-a, j, r)
+
+Because a falls in j, the K largest are a prefix of every request's drafts. `choose_budget` searches all K: cost curves are staircases
+and have many local optima. With ratio verification such a search must not see the drafts it decides on: a draft could
+vote, through the confidences after it, on its own verification, and the output distribution would shift (counter-example in the
+tests). So K comes from confidences of an earlier step and only the filling looks at the current ones, where ties go by position first: then
+no draft's place depends on its own successors. `causal_lengths` is the paper's synchronous rule, which stops at the first
+K that does not improve and so may use current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; systems.md A.4, A.5.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_core.scheduling.plan import FloatArray, Int64Array
+
+__all__ = ["MIN_SURVIVAL", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
+
+type Float64Array = NDArray[np.float64]
+
+MIN_SURVIVAL = 1e-6  # drafts less likely than this are never worth a row
+
+
+def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
+    """a [R, D] from conditional confidences [R, D]; 0 beyond num_drafts[r] and where a confidence is not a number."""
+    clean = np.clip(np.nan_to_num(confidences, nan=0.0), 0.0, 1.0)
+    return _within(np.cumprod(clean, axis=1, dtype=np.float32), num_drafts)
+
+
+def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> int:
+    """K that maximises expected tokens a second; the smallest such K.
+
+    survival [R, D]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts, k = 0, 1, ..
+    (its length limits K); num_samplers = requests that draw a token in this step.
+    """
+    candidates = _within(survival, caps).ravel()
+    candidates = np.sort(candidates[candidates >= MIN_SURVIVAL])[::-1][: len(step_seconds) - 1]
+    tokens = np.empty(len(candidates) + 1)
+    tokens[0] = num_samplers
+    np.cumsum(candidates, out=tokens[1:], dtype=np.float64)
+    tokens[1:] += num_samplers
+    return int(np.argmax(tokens / step_seconds[: len(tokens)]))
+
+
+def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Array:
+    """Drafts of each request [R] when `budget` of them are verified in all: the most likely ones, ties by position, then request."""
+    values = _within(survival, caps)
+    admissible = values >= MIN_SURVIVAL
+    if budget >= np.count_nonzero(admissible):
+        return admissible.sum(axis=1, dtype=np.int64)
+    if budget <= 0:
+        return np.zeros(len(values), np.int64)
+    threshold = np.partition(values.ravel(), values.size - budget)[values.size - budget]
+    lengths = (values > threshold).sum(axis=1, dtype=np.int64)
+    left = budget - int(lengths.sum())
+    for position in range(values.shape[1]):
+        tied = np.flatnonzero((values[:, position] == threshold) & (lengths == position))[:left]
+        lengths[tied] += 1
+        left -= len(tied)
+        if left == 0:
+            break
+    return lengths
+
+
+def causal_lengths(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> Int64Array:
+    """Lengths [R] by the synchronous rule: admit in the order (-a, j, r), stop at the first draft that does not improve.
+
+    Arguments as for `choose_budget`. Whether a draft is admitted depends on nothing that comes after it.
+    """
+    values = _within(survival, caps)
+    request, position = np.nonzero(values >= MIN_SURVIVAL)
+    order = np.lexsort((request, position, -values[request, position]))
+    lengths = np.zeros(len(values), np.int64)
+    tokens = float(num_samplers)
+    best = tokens / step_seconds[0]
+    for k, i in enumerate(order[: len(step_seconds) - 1], start=1):
+        tokens += float(values[request[i], position[i]])
+        rate = tokens / step_seconds[k]
+        if rate <= best:
+            break
+        best = rate
+        lengths[request[i]] += 1
+    return lengths
+
+
+def _within(survival: FloatArray, caps: Int64Array) -> FloatArray:
+    """`survival` with 0 beyond the first caps[r] positions of each request."""
+    return np.where(np.arange(survival.shape[1], dtype=np.int64) < caps[:, None], survival, np.float32(0.0))

@@ -1,0 +1,181 @@
+"""`Committer`: the one place where results become facts: tokens, ends, usage, grammar, sealed blocks, acceptance.
+
+result -> drop what belongs to nobody any more -> cut at the end of each answer -> watchers -> tokens -> drafts -> ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepinfer_core.config.scheduler import BLOCK_TOKENS
+from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.budget import survivals
+from deepinfer_core.scheduling.endings import Ending, find_endings, matching_entries
+from deepinfer_core.scheduling.flight import Flight
+from deepinfer_core.scheduling.lifecycle import Lifecycle
+from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array, StepResult, TokenLogprobs
+from deepinfer_core.scheduling.request import FinishReason, StepOutputs
+from deepinfer_core.scheduling.speculation import SpeculationPlanner, promised_tokens
+
+__all__ = ["Committer"]
+
+
+class Committer:
+    """Applies results to the state of `Lifecycle`."""
+
+    def __init__(self, lifecycle: Lifecycle, speculation: SpeculationPlanner) -> None:
+        self._life = lifecycle
+        self._table = lifecycle.table
+        self._speculation = speculation
+
+    def commit(self, flight: Flight, result: StepResult) -> StepOutputs:
+        """Commit the result of a landed flight."""
+        prompt_logprobs = self._prompt_logprobs(flight, result)
+        self._fail_reported(flight, result)
+        self._seal_prompts(flight)
+        current = matching_entries(result, self._table)
+        self._fail_unanswered(flight, result.slot[current])
+        entries = np.flatnonzero(current)
+        slots = result.slot[entries].astype(np.int64)
+        tokens = result.tokens[entries]
+        ending = find_endings(self._table, slots, tokens, result.num_tokens[entries])
+        failures = self._watch(slots, tokens, ending)
+        numbers = self._table.number[slots]
+        self._learn(slots, entries, result)
+        self._take_tokens(slots, tokens, ending.kept)
+        self._finish(slots, tokens, ending, failures)
+        finished, self._life.finished = tuple(self._life.finished), []
+        shown = np.flatnonzero(ending.kept)
+        return StepOutputs(
+            step=result.step,
+            number=numbers[shown],
+            tokens=tokens[shown],
+            num_tokens=ending.kept[shown],
+            finished=finished,
+            logprobs=_cut_logprobs(result, entries[shown], ending.kept[shown]),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
+
+    def _fail_reported(self, flight: Flight, result: StepResult) -> None:
+        plan = flight.plan
+        for segment, message in result.errors.items():
+            slot = int(plan.segment_slot[segment])
+            if self._table.generation[slot] == plan.segment_generation[segment]:
+                self._life.finish(slot, FinishReason.ERROR, error=message)
+
+    def _fail_unanswered(self, flight: Flight, answered: Int32Array) -> None:
+        """A request that was to draw a token and got neither a token nor an error would wait for ever: end it."""
+        due = flight.slots[self._table.generation[flight.slots] == flight.generation]
+        if len(due) == len(answered):
+            return
+        for slot in np.setdiff1d(due, answered).tolist():
+            error = f"step {flight.plan.step} returned no token for this request"
+            self._life.finish(slot, FinishReason.ERROR, error=error)
+
+    def _watch(self, slots: Int64Array, tokens: Int64Array, ending: Ending) -> dict[int, str]:
+        """Show tokens to watchers, which may end requests; {entry: error} of those that raised, whose tokens are dropped."""
+        failures: dict[int, str] = {}
+        for n in np.flatnonzero(self._table.watched[slots]).tolist():
+            watcher = self._table.request(int(slots[n])).watcher
+            if watcher is None:
+                continue
+            kept = int(ending.kept[n])
+            try:
+                stop = watcher.observe(tokens[n, :kept].tolist())
+                if stop is not None and not 1 <= stop.num_tokens <= kept:
+                    raise EngineError(f"it keeps {stop.num_tokens} of {kept} tokens")
+            except Exception as error:
+                failures[n] = f"the watcher of the output failed: {error}"
+                ending.kept[n] = 0
+                continue
+            if stop is not None:
+                ending.stop(n, stop.num_tokens, stop.stop_reason)
+        return failures
+
+    # ---- progress ---------------------------------------------------------------------------------------------------
+
+    def _seal_prompts(self, flight: Flight) -> None:
+        for slot, generation, computed in flight.computed:
+            if (
+                self._table.generation[slot] == generation
+                and computed // BLOCK_TOKENS > self._table.sealed_blocks[slot]
+            ):
+                self._life.ledger.seal(slot, computed // BLOCK_TOKENS)
+
+    def _take_tokens(self, slots: Int64Array, tokens: Int64Array, kept: Int32Array) -> None:
+        table = self._table
+        first = slots[table.length[slots] == table.prompt_tokens[slots]]
+        if len(first):
+            now = self._life.clock()
+            for slot in first.tolist():
+                table.request(slot).first_token_s = now
+        table.append_tokens(slots, tokens, kept)
+        # The newest token is not computed yet: all positions below it are.
+        full = (table.length[slots] - 1) // BLOCK_TOKENS
+        crossed = np.flatnonzero(full > table.sealed_blocks[slots])
+        for n in crossed.tolist():
+            self._life.ledger.seal(int(slots[n]), int(full[n]))
+        self._life.stats.output_tokens += int(kept.sum())
+        if self._life.quarantine.alone is not None and len(slots):
+            self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
+
+    def _learn(self, slots: Int64Array, entries: Int64Array, result: StepResult) -> None:
+        """Acceptance of the drafts that were verified, and survivals of the new ones."""
+        table = self._table
+        if table.num_drafts == 0:
+            return
+        verified = result.num_verified[entries].astype(np.int64)
+        accepted = result.num_tokens[entries].astype(np.int64) - 1
+        promised = promised_tokens(table.survival[slots], verified)
+        self._speculation.observe(verified, accepted, promised)
+        self._life.stats.verified_drafts += int(verified.sum())
+        self._life.stats.accepted_drafts += int(accepted.sum())
+        drafts = result.draft_tokens[entries]
+        proposed = (drafts >= 0).sum(axis=1)
+        at_rest = table.in_flight_max[slots] == 0  # else a plan counts on the drafts after these
+        table.held_drafts[slots[at_rest]] = proposed[at_rest]
+        table.stale_survival[slots] = table.survival[slots]
+        table.survival[slots] = self._survival(result.confidences[entries], proposed)
+        for n in np.flatnonzero(table.constrained[slots]).tolist():
+            table.request(int(slots[n])).drafts = drafts[n, : proposed[n]].tolist()
+
+    def _survival(self, confidences: FloatArray, proposed: Int64Array) -> FloatArray:
+        survival = np.zeros((len(proposed), self._table.num_drafts), np.float32)
+        width = min(confidences.shape[1], self._table.num_drafts)
+        survival[:, :width] = survivals(confidences[:, :width], proposed)
+        survival[proposed == 0] = 1.0  # nothing was proposed, so nothing is known
+        return survival
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _finish(self, slots: Int64Array, tokens: Int64Array, ending: Ending, failures: dict[int, str]) -> None:
+        for n, error in failures.items():
+            self._life.finish(int(slots[n]), FinishReason.ERROR, error=error)
+        for n in np.flatnonzero(ending.code).tolist():
+            if n not in failures:
+                reason, stop_reason = ending.reason(n, tokens)
+                self._life.finish(int(slots[n]), reason, stop_reason=stop_reason)
+
+    def _prompt_logprobs(self, flight: Flight, result: StepResult) -> dict[int, Sequence[TokenLogprobs]]:
+        plan, table = flight.plan, self._table
+        found: dict[int, Sequence[TokenLogprobs]] = {}
+        for segment, entries in result.prompt_logprobs.items():
+            slot = int(plan.segment_slot[segment])
+            if table.generation[slot] == plan.segment_generation[segment]:
+                found[int(table.number[slot])] = entries
+        return found
+
+
+def _cut_logprobs(result: StepResult, entries: Int64Array, kept: Int32Array) -> dict[int, Sequence[TokenLogprobs]]:
+    """Log-probabilities of kept tokens, keyed by their index in the outputs."""
+    if not result.logprobs:
+        return {}
+    return {
+        n: result.logprobs[entry][: int(kept[n])]
+        for n, entry in enumerate(entries.tolist())
+        if entry in result.logprobs
+    }

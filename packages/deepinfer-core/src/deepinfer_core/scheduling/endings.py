@@ -1,0 +1,85 @@
+"""Where answers end: how many of the drawn tokens of each request belong to it, and why it stops there.
+
+tokens[n]    a b EOS c   num_tokens 4, limit leaves room for 5   ->  kept 3, STOP
+             a b c   d   limit leaves room for 2                 ->  kept 2, LENGTH
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.plan import BoolArray, Int32Array, Int64Array, StepResult, UInt8Array
+from deepinfer_core.scheduling.request import FinishReason
+from deepinfer_core.scheduling.slots import SlotTable
+
+__all__ = ["RUNS_ON", "Ending", "find_endings", "matching_entries"]
+
+RUNS_ON: Final = 0
+_STOPPED: Final = 1
+_TOO_LONG: Final = 2
+
+
+@dataclass(slots=True)
+class Ending:
+    """For N entries: tokens kept [N] and a code [N], `RUNS_ON` or why the request ends after them."""
+
+    kept: Int32Array
+    code: UInt8Array
+    watched_reasons: dict[int, int | str | None] = field(default_factory=dict[int, int | str | None])
+
+    def stop(self, n: int, kept: int, stop_reason: int | str | None) -> None:
+        """A watcher ends entry `n` after `kept` of its tokens."""
+        self.kept[n] = kept
+        self.code[n] = _STOPPED
+        self.watched_reasons[n] = stop_reason
+
+    def reason(self, n: int, tokens: Int64Array) -> tuple[FinishReason, int | str | None]:
+        """(why entry `n` ends, the token or string that ended it)."""
+        if self.code[n] == _TOO_LONG:
+            return FinishReason.LENGTH, None
+        if n in self.watched_reasons:
+            return FinishReason.STOP, self.watched_reasons[n]
+        return FinishReason.STOP, int(tokens[n, self.kept[n] - 1])
+
+
+def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
+    """Which entries of `result` [N] belong to a request that is still in its slot.
+
+    Raises EngineError where generation matches and position does not, or a token is missing: then a device is out of step.
+    """
+    current = table.generation[result.slot] == result.generation
+    wrong = current & (result.position != table.length[result.slot])
+    if wrong.any():
+        n = int(np.argmax(wrong))
+        slot = int(result.slot[n])
+        raise EngineError(
+            f"step {result.step}: request {table.number[slot]} expects the token at position {table.length[slot]} "
+            f"and the device sent the one at {result.position[n]}"
+        )
+    width = result.tokens.shape[1]
+    unknown = (result.tokens < 0) & (np.arange(width, dtype=np.int64) < result.num_tokens[:, None])
+    if unknown.any() or (result.num_tokens < 1).any() or (result.num_tokens > width).any():
+        raise EngineError(f"step {result.step}: the device sent a placeholder where a token belongs")
+    return current
+
+
+def find_endings(table: SlotTable, slots: Int64Array, tokens: Int64Array, num_tokens: Int32Array) -> Ending:
+    """Apply end-of-sequence, stop token ids and the length limit to tokens [N, W] drawn by `slots` [N]."""
+    length = table.length[slots]
+    column = np.arange(tokens.shape[1], dtype=np.int64)
+    kept = np.minimum(num_tokens, table.limit[slots] - length).astype(np.int32)
+    stops = tokens == table.eos[slots, None]
+    for ids in table.stop_ids.T:
+        stops |= tokens == ids[slots, None]
+    stops &= column < kept[:, None]
+    code = np.where(length + kept == table.limit[slots], np.uint8(_TOO_LONG), np.uint8(RUNS_ON))
+    if stops.any():
+        stops &= length[:, None] + column >= table.stop_from[slots, None]
+        stopped = np.flatnonzero(stops.any(axis=1))
+        kept[stopped] = np.argmax(stops[stopped], axis=1) + 1
+        code[stopped] = _STOPPED
+    return Ending(kept, code)

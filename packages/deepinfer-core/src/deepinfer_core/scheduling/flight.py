@@ -1,0 +1,55 @@
+"""`Flight`: what a launched plan will change, known before its result is.
+
+launch   decode slot: in flight += 1 .. 1 + drafts       prompt chunk: next_position moves on; after the last one the slot decodes
+land     the same numbers go back, for slots that still have the tenant of the launch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepinfer_core.scheduling.plan import Int32Array, Int64Array, StepPlan
+from deepinfer_core.scheduling.planner import StepDraft
+from deepinfer_core.scheduling.slots import Phase, SlotTable
+
+__all__ = ["Flight", "land", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan that is launched and not committed."""
+
+    plan: StepPlan
+    slots: Int64Array  # [M] slots that draw tokens
+    generation: Int32Array  # [M]
+    lengths: Int64Array  # [M] drafts under verification
+    computed: tuple[tuple[int, int, int], ...]  # (slot, generation, prompt rows below this position are computed)
+
+
+def launch(table: SlotTable, plan: StepPlan, draft: StepDraft) -> Flight:
+    """Note in `table` that `plan`, built from `draft`, is on its way."""
+    for admission in draft.admissions:
+        table.announced[admission.slot] = True
+    for segment in draft.prefill:
+        table.next_position[segment.slot] = segment.first + segment.count
+    sampling = [segment for segment in draft.prefill if segment.samples]
+    new = np.array([segment.slot for segment in sampling], np.int64)
+    table.phase[new] = Phase.DECODE
+    slots = np.concatenate((draft.decode.slots, new))
+    lengths = np.concatenate((draft.decode.lengths, np.zeros(len(new), np.int64)))
+    table.in_flight_min[slots] += 1
+    table.in_flight_max[slots] += 1 + lengths
+    table.held_drafts[draft.decode.slots] = draft.decode.proposals
+    table.held_drafts[new] = [segment.proposals for segment in sampling]
+    computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in draft.prefill)
+    return Flight(plan, slots, table.generation[slots], lengths, computed)
+
+
+def land(table: SlotTable, flight: Flight) -> None:
+    """Take the counts of `flight` back."""
+    same = table.generation[flight.slots] == flight.generation
+    slots = flight.slots[same]
+    table.in_flight_min[slots] -= 1
+    table.in_flight_max[slots] -= 1 + flight.lengths[same]

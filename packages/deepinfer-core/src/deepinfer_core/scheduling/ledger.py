@@ -1,0 +1,97 @@
+"""`BlockLedger`: the blocks of running requests, from the pool and the prefix index to the rows of the slot table.
+
+admit   share the blocks of a hit, allocate the rest of the known tokens
+grow    one more block when a request is about to cross into it
+seal    a block is full and computed: make it hittable
+release everything goes back; sealed blocks stay cached until they are needed
+"""
+
+from __future__ import annotations
+
+from deepinfer_core.config.scheduler import BLOCK_TOKENS
+from deepinfer_core.scheduling.blocks import BlockPool
+from deepinfer_core.scheduling.prefix_index import Hit, PrefixHasher, PrefixIndex
+from deepinfer_core.scheduling.replay import HitOutcome, ReplayRules, Reuse
+from deepinfer_core.scheduling.request import Request
+from deepinfer_core.scheduling.slots import SlotTable
+
+__all__ = ["BlockLedger", "num_blocks_for"]
+
+
+def num_blocks_for(num_tokens: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+class BlockLedger:
+    """Connects pool, index and slot table. `hasher` None: no prefix is ever kept."""
+
+    def __init__(self, table: SlotTable, num_blocks: int, hasher: PrefixHasher | None, rules: ReplayRules) -> None:
+        self.index = PrefixIndex()
+        self.pool = BlockPool(num_blocks, self.index.forget)
+        self._table = table
+        self._hasher = None if rules.prefix_replay == "off" else hasher
+        self._rules = rules
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests or pins hold."""
+        return self.pool.num_blocks - self.pool.num_available
+
+    def find(self, request: Request) -> tuple[Hit, Reuse]:
+        """What of `request` is cached, and what to make of it."""
+        if self._hasher is None:
+            return Hit(0), Reuse(HitOutcome.OFF)
+        hit = Hit(0)
+        if not request.all_rows_wanted:
+            self._extend_keys(request, request.num_tokens)
+            hit = self.index.find(request.keys)
+        reuse = self._rules.reuse(hit, request.num_tokens, request.decoder_from, all_rows=request.all_rows_wanted)
+        return hit, reuse
+
+    def missing_blocks(self, request: Request, hit: Hit, reuse: Reuse) -> int:
+        """Blocks to allocate beyond what is available, if positive, before `request` can be admitted."""
+        shared = hit.blocks[: reuse.shared_tokens // BLOCK_TOKENS]
+        revived = sum(self.pool.references(block) == 0 for block in shared)
+        return num_blocks_for(request.num_tokens) - len(shared) + revived - self.pool.num_available
+
+    def admit(self, slot: int, request: Request, hit: Hit, reuse: Reuse) -> None:
+        """Give `slot` the shared blocks and fresh ones for all known tokens. Raises CapacityError, with nothing taken."""
+        shared = list(hit.blocks[: reuse.shared_tokens // BLOCK_TOKENS])
+        self.pool.share(shared)
+        try:
+            fresh = self.pool.allocate(num_blocks_for(request.num_tokens) - len(shared))
+        except Exception:
+            self.pool.release(shared)
+            raise
+        self._table.add_blocks(slot, shared + fresh)
+        self._table.sealed_blocks[slot] = len(shared)
+
+    def grow(self, slot: int, num_blocks: int) -> None:
+        """Let `slot` have `num_blocks` blocks. Raises CapacityError, with nothing taken."""
+        self._table.add_blocks(slot, self.pool.allocate(num_blocks - int(self._table.num_blocks[slot])))
+
+    def seal(self, slot: int, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of `slot` are full and computed: their content is final."""
+        table = self._table
+        request = table.flush(slot)
+        first = int(table.sealed_blocks[slot])
+        table.sealed_blocks[slot] = num_blocks
+        if self._hasher is None:
+            return
+        self._extend_keys(request, num_blocks * BLOCK_TOKENS)
+        for i in range(first, num_blocks):
+            block = int(table.block_table[slot, i])
+            if self.index.insert(request.keys[i], block):
+                self.pool.mark_hashed(block)
+
+    def release(self, slot: int) -> Request:
+        """Take the request out of `slot`; its blocks go back to the pool."""
+        request = self._table.request(slot)
+        self.pool.release(self._table.vacate(slot))
+        return request
+
+    def _extend_keys(self, request: Request, num_tokens: int) -> None:
+        if self._hasher is not None and len(request.keys) < num_tokens // BLOCK_TOKENS:
+            tokens = request.tokens[:num_tokens]
+            self._hasher.chain(request.keys, request.root_key, tokens, request.identity)

@@ -1,0 +1,153 @@
+"""`SpeculationPlanner`: drafts to verify in this step and to propose for the next, and the guard over both.
+
+    none       samplers                         / verify(rows)
+    fixed      (samplers + sum of acceptances)  / (verify(rows + all drafts) + draft)
+    scheduled  (samplers + realised survivals)  / (verify(rows + K) + draft)
+
+The guard compares the three in expected tokens a second, with acceptances that were measured rather than promised by the
+confidence head, and takes the best: so speculation costs at most the error of the cost model. Where it stopped drafting it
+probes again every `_PROBE_STEPS` steps. A policy decides how fast tokens come, never which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from deepinfer_core.config.scheduler import SpeculationConfig
+from deepinfer_core.scheduling.budget import choose_budget, fill_budget
+from deepinfer_core.scheduling.cost import CostModel
+from deepinfer_core.scheduling.plan import FloatArray, Int64Array
+
+__all__ = ["AcceptanceMeter", "DraftPolicy", "SpeculationPlanner"]
+
+_PROBE_STEPS = 64
+_DECAY = 0.98  # of the acceptance counts, a step
+_PRIOR_ACCEPTANCE = 0.8  # of each draft, given the ones before it, until counts say otherwise
+_PRIOR_WEIGHT = 4.0
+_STAY = 1.02  # another policy must promise so many times the rate of the current one
+
+
+class DraftPolicy(Enum):
+    """What the guard chose."""
+
+    NONE = "none"
+    FIXED = "fixed"
+    SCHEDULED = "scheduled"
+
+
+class AcceptanceMeter:
+    """Acceptance by position, decayed for decisions and in total for statistics; realised over promised survival."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.verified = np.zeros(num_drafts, np.int64)  # drafts verified at each position
+        self.accepted = np.zeros(num_drafts, np.int64)
+        self._tried = np.full(num_drafts, _PRIOR_WEIGHT)  # decayed: reached and verified
+        self._taken = np.full(num_drafts, _PRIOR_WEIGHT * _PRIOR_ACCEPTANCE)
+        self._promised = 1.0
+        self._realised = 1.0
+
+    def observe(self, num_verified: Int64Array, num_accepted: Int64Array, promised_tokens: float) -> None:
+        """Count a step. `promised_tokens` = the survivals of its verified drafts, summed."""
+        position = np.arange(len(self.verified), dtype=np.int64)[:, None]
+        verified = position < num_verified
+        reached = verified & (position <= num_accepted)  # all drafts before it were accepted
+        taken = position < np.minimum(num_accepted, num_verified)
+        self.verified += verified.sum(axis=1)
+        self.accepted += taken.sum(axis=1)
+        self._tried = _DECAY * self._tried + reached.sum(axis=1)
+        self._taken = _DECAY * self._taken + taken.sum(axis=1)
+        if promised_tokens > 0:
+            self._promised = _DECAY * self._promised + promised_tokens
+            self._realised = _DECAY * self._realised + float(np.minimum(num_accepted, num_verified).sum())
+
+    def survival(self) -> FloatArray:
+        """Measured probability that drafts 1..j are all accepted [D]."""
+        rate = (self._taken + _PRIOR_ACCEPTANCE) / (self._tried + 1.0)
+        return np.cumprod(np.minimum(rate, 1.0)).astype(np.float32)
+
+    def realised_share(self) -> float:
+        """Accepted drafts over the sum of their promised survivals."""
+        return min(2.0, self._realised / self._promised)
+
+
+@dataclass(slots=True)
+class _Choice:
+    lengths: Int64Array
+    rate: float
+
+
+class SpeculationPlanner:
+    """Chooses lengths for the decode segments of a step. Without a cost model every draft that fits is verified."""
+
+    def __init__(self, config: SpeculationConfig, cost: CostModel | None) -> None:
+        self.num_drafts = config.num_drafts
+        self.meter = AcceptanceMeter(config.num_drafts)
+        self.policy = DraftPolicy.NONE if config.num_drafts == 0 else DraftPolicy.FIXED
+        self.cost = cost
+        self._scheduled = config.draft_schedule == "scheduled"
+        self._steps_without = 0
+
+    @property
+    def proposals(self) -> int:
+        """Drafts that each request should propose after this step."""
+        if self.policy is not DraftPolicy.NONE:
+            return self.num_drafts
+        return self.num_drafts if self._steps_without >= _PROBE_STEPS else 0
+
+    def lengths(
+        self, survival: FloatArray, stale: FloatArray, caps: Int64Array, other_rows: int, max_drafts: int
+    ) -> Int64Array:
+        """Drafts to verify [R] of requests that can verify caps[R] at most.
+
+        survival, stale [R, D]: of the newest known proposals and of the ones before. other_rows: rows of the step beside
+        decode rows. max_drafts: what the step has room for in all.
+        """
+        available = int(caps.sum())
+        if available == 0:
+            self._steps_without += 1
+            return np.zeros(len(caps), np.int64)
+        self._steps_without = 0
+        if self.cost is None or not self._scheduled:
+            return caps if available <= max_drafts else fill_budget(max_drafts, survival, caps)
+        return self._guarded(self.cost, survival, stale, caps, other_rows, max_drafts)
+
+    def _guarded(
+        self, cost: CostModel, survival: FloatArray, stale: FloatArray, caps: Int64Array, other_rows: int, most: int
+    ) -> Int64Array:
+        requests = len(caps)
+        rows = requests + other_rows
+        drafting = cost.draft_seconds(requests)
+        seconds = cost.verify_seconds(rows, min(most, int(caps.sum())) + 1) + drafting
+
+        budget = choose_budget(stale, caps, seconds, requests)
+        scheduled = fill_budget(budget, survival, caps)
+        promised = promised_tokens(stale, scheduled) * self.meter.realised_share()
+        fixed = fill_budget(len(seconds) - 1, survival, caps)
+        measured = np.concatenate((np.zeros(1), np.cumsum(self.meter.survival(), dtype=np.float64)))
+
+        choices = {
+            DraftPolicy.NONE: _Choice(np.zeros(requests, np.int64), requests / (float(seconds[0]) - drafting)),
+            DraftPolicy.FIXED: _Choice(
+                fixed, (requests + float(measured[fixed].sum())) / float(seconds[int(fixed.sum())])
+            ),
+            DraftPolicy.SCHEDULED: _Choice(scheduled, (requests + promised) / float(seconds[int(scheduled.sum())])),
+        }
+        best = max(choices, key=lambda policy: choices[policy].rate)
+        if choices[best].rate > _STAY * choices[self.policy].rate:
+            self.policy = best
+        elif self.policy is DraftPolicy.NONE:
+            return fixed  # the drafts are there because this is a probe
+        return choices[self.policy].lengths
+
+    def observe(self, num_verified: Int64Array, num_accepted: Int64Array, promised_tokens: float) -> None:
+        """Learn from a committed step."""
+        if self.num_drafts:
+            self.meter.observe(num_verified, num_accepted, promised_tokens)
+
+
+def promised_tokens(survival: FloatArray, lengths: Int64Array) -> float:
+    """Sum of the survivals of the first lengths[r] drafts of each request."""
+    return float(survival[np.arange(survival.shape[1], dtype=np.int64) < lengths[:, None]].sum(dtype=np.float64))

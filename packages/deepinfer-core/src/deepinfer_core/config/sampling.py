@@ -349,12 +349,12 @@ def _plain(value: Any) -> Any:
 
 
 def _children(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, Mapping) else value
+    items: Any = cast("Mapping[Any, Any]", value).values() if isinstance(value, Mapping) else value
     return [item for item in cast("Iterable[Any]", items) if isinstance(item, (Mapping, list, tuple))]
 
 
 def _check_depth(schema: Any) -> None:
-    level: list[Any] = [schema]
+    level: list[Any] = _children([schema])
     for _ in range(_MAX_SCHEMA_DEPTH):
         level = [item for value in level for item in _children(value)]
         if not level:

@@ -1,6 +1,6 @@
 """`Tokenizer`: text to token ids and back, for one checkpoint's tokenizer.json (byte-level BPE).
 
-    encode("Hi <think>")                        [bos] + plain BPE: the spelling of a special token is text like any other
+    encode("Hi <think>")                        [bos] + plain BPE: the spelling of a special token is mere text
     encode("Hi <think>", parse_special=True)    [bos] + BPE that turns such spellings into their ids
 
 Two encoders are built from the one file: as it is, and with its added tokens taken out. Text of a user never becomes a

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,24 +53,26 @@ def fake_cann(folder: Path, version: str) -> Path:
     return folder
 
 
+def cpu_time_of_children_s() -> float:
+    """Time on a processor, not on the clock: one step follows the other, and what else the machine does counts not."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def last_sentence(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
 def test_a_second_run_is_quick_needs_no_network_and_leaves_the_lock_alone() -> None:
     lock = (ROOT / "uv.lock").read_bytes()
-    elapsed_s: list[float] = []
-    for _ in range(3):  # the quickest counts: other work on the machine is not build.sh's
-        start = time.monotonic()
-        done = build()
-        elapsed_s.append(time.monotonic() - start)
-        assert done.returncode == 0, done.stderr
-        if elapsed_s[-1] < SECOND_RUN_LIMIT_S:
-            break
+    before_s = cpu_time_of_children_s()
+    done = build()
+    elapsed_s = cpu_time_of_children_s() - before_s
+    assert done.returncode == 0, done.stderr
     assert "already as locked" in done.stdout
     assert "nvidia" in done.stdout
     assert "ascend" in done.stdout
-    assert min(elapsed_s) < SECOND_RUN_LIMIT_S
+    assert elapsed_s < SECOND_RUN_LIMIT_S
     assert (ROOT / "uv.lock").read_bytes() == lock
 
 

@@ -4,9 +4,9 @@
     overlapped  schedule 0 | schedule 1 | wait 0 .. | commit 0 | schedule 2 | wait 1 .. | commit 1
                 device     | step 0 ............... | step 1 ........................... | step 2
 
-Both make the same calls on the same scheduler, so with batch-invariant results they give the same tokens; the plain loop is the
-oracle of the other. A step that fails on the device is abandoned: its requests are computed again, and one that fails alone
-ends with that error. On a device that always fails every request ends so.
+Both make the same calls on the same scheduler, so with batch-invariant results they give the same tokens; the plain
+loop is the oracle of the other. A step that fails on the device is abandoned: its requests are computed again, and
+one that fails alone ends with that error. On a device that always fails every request ends so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Device[Ticket](Protocol):
 
 
 class EngineLoop[Ticket]:
-    """Drives a scheduler and a device with up to `depth` steps launched at once: 1 is the plain loop, 2 the overlapped one."""
+    """Drives a scheduler and a device with up to `depth` steps launched: 1 is the plain loop, 2 the overlapped one."""
 
     def __init__(
         self,

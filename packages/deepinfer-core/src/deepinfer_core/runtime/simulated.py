@@ -1,12 +1,13 @@
 """`SimulatedDevice`: a device without a model, for testing everything above it. Numpy only.
 
-    state    u(p) = u(p - 1) + mix(token, p)            kept in the paged cache, so a token depends on every block before it
-    token    y(p + 1) = mix(u(p), seed, p + 1) mod V    with a mask: the first allowed id from there on, cyclically
-    draft    y with the probability that it reports as confidence, else another token
-    time     each step starts when the one before it is done and takes `step_seconds(plan)`
+    state    u(p) = u(p - 1) + mix(token, p)            kept in the paged cache, so a token depends on every block
+    before it token    y(p + 1) = mix(u(p), seed, p + 1) mod V    with a mask: the first allowed id from there on,
+    cyclically draft    y with the probability that it reports as confidence, else another token time     each step
+    starts when the one before it is done and takes `step_seconds(plan)`
 
-A wrong block, a lost or repeated row, a write to a shared block or a stale tenant changes u and with it every later token, or breaks
-a rule of the plan and raises. A prefix replay that starts too late for exactness changes the tokens too, as it would in the model.
+A wrong block, a lost or repeated row, a write to a shared block or a stale tenant changes u and with it every later
+token, or breaks a rule of the plan and raises. A prefix replay that starts too late for exactness changes the tokens
+too, as it would in the model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from deepinfer_core.scheduling.plan import (
     Writes,
 )
 
-__all__ = ["Faults", "SimulatedDevice", "SimulatedFailure", "Ticket", "next_token"]
+__all__ = ["Faults", "SimulatedDevice", "SimulatedError", "Ticket", "next_token"]
 
 type UInt64Array = NDArray[np.uint64]
 
@@ -44,7 +45,7 @@ _DRAFT_STREAM: Final = 0xD1B54A32D192ED03
 _COIN_STREAM: Final = 0xA0761D6478BD642F
 
 
-class SimulatedFailure(EngineError):
+class SimulatedError(EngineError):
     """A failure that the test asked for."""
 
 
@@ -93,8 +94,8 @@ class _Tenant:
 class SimulatedDevice:
     """Implements `Device` of `runtime/engine_loop.py`.
 
-    encoder_layers, window: for the rule of exact replay. acceptance: (low, high) of the drafts' confidences. step_seconds: None = no
-    latency. clock, sleep: of the host.
+    encoder_layers, window: for the rule of exact replay. acceptance: (low, high) of the drafts' confidences.
+    step_seconds: None = no latency. clock, sleep: of the host.
     """
 
     num_blocks: int
@@ -126,14 +127,14 @@ class SimulatedDevice:
         return self.wait(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Start a step. Raises SimulatedFailure where `faults` says so, EngineError for a plan that breaks a rule."""
+        """Start a step. Raises SimulatedError where `faults` says so, EngineError for a plan that breaks a rule."""
         n, self.num_launches = self.num_launches, self.num_launches + 1
         if n in self.faults.launches:
-            raise SimulatedFailure(f"launch {n} was told to fail")
+            raise SimulatedError(f"launch {n} was told to fail")
         self._change_tenants(plan)
         poisoned = self._numbers(plan) & set(self.faults.poisoned_requests)
         if poisoned:
-            raise SimulatedFailure(f"launch {n} holds the poisoned request {min(poisoned)}")
+            raise SimulatedError(f"launch {n} holds the poisoned request {min(poisoned)}")
         start_s = max(self.clock(), self._busy_until_s)
         self._busy_until_s = start_s + (self.step_seconds(plan) if self.step_seconds else 0.0)
         return Ticket(self._compute(plan), self._busy_until_s)
@@ -144,7 +145,7 @@ class SimulatedDevice:
         if self.step_seconds and ticket.ready_s > self.clock():
             self.sleep(ticket.ready_s - self.clock())
         if n in self.faults.waits:
-            raise SimulatedFailure(f"wait {n} was told to fail")
+            raise SimulatedError(f"wait {n} was told to fail")
         return ticket.result
 
     def block_contents(self, block: int) -> UInt64Array:
@@ -169,7 +170,7 @@ class SimulatedDevice:
         slot = int(plan.segment_slot[segment])
         tenant = self._tenants.get(slot)
         if tenant is None or tenant.admission.generation != plan.segment_generation[segment]:
-            raise EngineError(f"step {plan.step}: slot {slot} has no tenant of generation {plan.segment_generation[segment]}")
+            raise EngineError(f"step {plan.step}: slot {slot} has another tenant than the plan says")
         return tenant
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class SimulatedDevice:
         errors = {
             i: "this request was told to fail"
             for i in range(plan.num_segments)
-            if self.faults.failing_requests and self._tenant(plan, i).admission.request_number in self.faults.failing_requests
+            if self._tenant(plan, i).admission.request_number in self.faults.failing_requests
         }
         chosen = [i for i in range(plan.num_segments) if plan.row_sample[start[i + 1] - 1] and i not in errors]
         entries = np.array(chosen, np.int64)

@@ -1,12 +1,13 @@
 """Is there memory for one more request? Look at the largest cache that the running ones will need together.
 
-With requests sorted by remaining tokens, longest first, the i-th to last end comes when requests 1..i are still there and each has
-grown by remaining_i:
+With requests sorted by remaining tokens, longest first, the i-th to last end comes when requests 1..i are still there
+and each has grown by remaining_i:
 
     peak = max over i of   sum over j <= i of current_j   +   i x remaining_i
 
-(Past-Future scheduling, Gong et al., ASPLOS 2025.) With right predictions nothing is ever preempted and the cache is nearly full at
-its peak. A prediction is `max_tokens` times the share of it that answers have used lately; a preemption raises the share.
+(Past-Future scheduling, Gong et al., ASPLOS 2025.) With right predictions nothing is ever preempted and the cache is
+nearly full at its peak. A prediction is `max_tokens` times the share of it that answers have used lately; a
+preemption raises the share.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     cached   free, but the prefix index can still hit it   taken last, least recently used first
     held     references > 0: slots that use it, pins on it
 
-A block is written by the one request that allocated it and is shared only when it is full, so copy-on-write needs no copy: a
-request that goes on where a shared prefix ends takes fresh blocks. The pool counts; what lies in a block is the device's affair.
+A block is written by the one request that allocated it and is shared only when it is full, so copy-on-write needs no
+copy: a request that goes on where a shared prefix ends takes fresh blocks. The pool counts; what lies in a block is
+the device's affair.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less. The last block of a prefix is the first to be evicted: without it the rest is still a hit."""
+        """One reference less. The end of a prefix is evicted first: without it the rest is still a hit."""
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise EngineError(f"block {block} is released but nobody holds it; this is a bug in the scheduler")
@@ -121,7 +122,7 @@ class BlockPool:
         self._pins[key] = tuple(blocks)
 
     def unpin(self, owner: str, epoch: int) -> bool:
-        """Drop the pins of that owner and epoch. False if there are none: a late or repeated message changes nothing."""
+        """Drop the pins of that owner and epoch. False if there are none: a late message changes nothing."""
         blocks = self._pins.pop((owner, epoch), None)
         if blocks is None:
             return False
@@ -131,7 +132,7 @@ class BlockPool:
     # ---- integrity -------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Raise EngineError unless every block is free or cached: what must hold when no request has a slot and no pin is left."""
+        """Raise EngineError unless every block is free or cached, as it must be when no request has a slot."""
         if self._pins:
             raise EngineError(f"pins are left: {', '.join(f'{owner} (epoch {epoch})' for owner, epoch in self._pins)}")
         if self.num_available != self.num_blocks:

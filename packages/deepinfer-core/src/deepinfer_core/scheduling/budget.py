@@ -1,21 +1,21 @@
 """DSpark budget: how many drafts each request has verified, as pure functions of survivals and costs.
 
-    survival a[r, j] = c[r, 1] c[r, 2] .. c[r, j]     probability that drafts 1..j of request r are all accepted, falling in j
+    survival a[r, j] = c[r, 1] c[r, 2] .. c[r, j]     probability that drafts 1..j of r are all accepted, falling in j
     rows     B(K)    = base rows + K                  K drafts verified in all
     tokens   tau(K)  = samplers + sum of the K largest a
     choose   K       = argmax tau(K) / cost(B(K))     expected tokens a second
     fill     the K largest a, in the order (-a, j, r)
 
-Because a falls in j, the K largest are a prefix of every request's drafts. `choose_budget` searches all K: cost curves are staircases
-and have many local optima. With ratio verification such a search must not see the drafts it decides on: a draft could
-vote, through the confidences after it, on its own verification, and the output distribution would shift (counter-example in the
-tests). So K comes from confidences of an earlier step and only the filling looks at the current ones, where ties go by position first: then
-no draft's place depends on its own successors. `causal_lengths` is the paper's synchronous rule, which stops at the first
-K that does not improve and so may use current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; systems.md A.4, A.5.
+Because a falls in j, the K largest are a prefix of every request's drafts. `choose_budget` searches all K: cost
+curves are staircases and have many local optima. With ratio verification such a search must not see the drafts it
+decides on: a draft could vote, through the confidences after it, on its own verification, and the output distribution
+would shift (counter-example in the tests). So K comes from confidences of an earlier step and only the filling looks
+at the current ones, where ties go by position first: then no draft's place depends on its own successors.
+`causal_lengths` is the paper's synchronous rule, which stops at the first K that does not improve and so may use
+current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; systems.md A.4, A.5.
 """
 
 from __future__ import annotations
-
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,8 @@ def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
 def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> int:
     """K that maximises expected tokens a second; the smallest such K.
 
-    survival [R, D]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts, k = 0, 1, ..
-    (its length limits K); num_samplers = requests that draw a token in this step.
+    survival [R, D]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts, k =
+    0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step.
     """
     candidates = _within(survival, caps).ravel()
     candidates = np.sort(candidates[candidates >= MIN_SURVIVAL])[::-1][: len(step_seconds) - 1]
@@ -51,7 +51,7 @@ def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64A
 
 
 def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Array:
-    """Drafts of each request [R] when `budget` of them are verified in all: the most likely ones, ties by position, then request."""
+    """Drafts of each request [R], `budget` in all: the most likely ones, ties by position, then request."""
     values = _within(survival, caps)
     admissible = values >= MIN_SURVIVAL
     if budget >= np.count_nonzero(admissible):
@@ -71,7 +71,7 @@ def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Arr
 
 
 def causal_lengths(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> Int64Array:
-    """Lengths [R] by the synchronous rule: admit in the order (-a, j, r), stop at the first draft that does not improve.
+    """Lengths [R] by the synchronous rule: admit in the order (-a, j, r), stop at the first that does not improve.
 
     Arguments as for `choose_budget`. Whether a draft is admitted depends on nothing that comes after it.
     """

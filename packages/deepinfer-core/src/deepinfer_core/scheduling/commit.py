@@ -77,7 +77,7 @@ class Committer:
             self._life.finish(slot, FinishReason.ERROR, error=error)
 
     def _watch(self, slots: Int64Array, tokens: Int64Array, ending: Ending) -> dict[int, str]:
-        """Show tokens to watchers, which may end requests; {entry: error} of those that raised, whose tokens are dropped."""
+        """Show tokens to watchers, which may end requests; {entry: error} of those that raised: no tokens."""
         failures: dict[int, str] = {}
         for n in np.flatnonzero(self._table.watched[slots]).tolist():
             watcher = self._table.request(int(slots[n])).watcher

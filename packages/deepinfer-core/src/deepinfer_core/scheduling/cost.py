@@ -1,10 +1,12 @@
 """`CostModel`: seconds of a step by its rows, measured at start and corrected while serving.
 
-step seconds = verify(rows) + draft(requests)
+    step seconds = verify(rows) + draft(requests)
 
-verify   |            ________/    at or below `captured_rows` a staircase: a step is padded to the next captured size
-         |    _______|             above it a straight line between the measured points
-         | __|                     never falling: a larger step that looks cheaper is noise
+    verify   |            ________/    up to `captured_rows` a staircase: a step is padded to the next captured size
+             |    _______|             above it a straight line between the measured points
+             | __|                     never falling: a larger step that looks cheaper is noise
+
+The corrections are one factor a measured point, an average over the steps that were seen near it.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class CostModel:
         return float(self._draft_seconds[num_requests]) if num_requests else 0.0
 
     def observe(self, rows: int, num_drafting: int, seconds: float) -> None:
-        """Correct the model by a step that took `seconds` for `rows` rows, with drafts made for `num_drafting` requests."""
+        """Correct the model by a step that took `seconds` for `rows` rows and drafts for `num_drafting` requests."""
         rows = min(rows, self._max_rows)
         ratio = (seconds - self.draft_seconds(num_drafting)) / self._prior_seconds[rows]
         ratio = min(max(ratio, 1 / _MAX_CORRECTION), _MAX_CORRECTION)
@@ -91,7 +93,7 @@ class CostModel:
 
 
 def _monotone(values: Float64Array) -> Float64Array:
-    """The mean of the tightest rising curves above and below `values`: rising, and unchanged where they rise already."""
+    """The mean of the tightest rising curves above and below `values`; `values` itself if it rises."""
     above = np.maximum.accumulate(values)
     below = np.minimum.accumulate(values[::-1])[::-1]
     return (above + below) / 2

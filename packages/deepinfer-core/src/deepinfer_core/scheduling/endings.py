@@ -49,7 +49,7 @@ class Ending:
 def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
     """Which entries of `result` [N] belong to a request that is still in its slot.
 
-    Raises EngineError where generation matches and position does not, or a token is missing: then a device is out of step.
+    Raises EngineError where generation matches and position does not, or a token is missing: a device out of step.
     """
     current = table.generation[result.slot] == result.generation
     wrong = current & (result.position != table.length[result.slot])

@@ -1,7 +1,9 @@
 """`Flight`: what a launched plan will change, known before its result is.
 
-launch   decode slot: in flight += 1 .. 1 + drafts       prompt chunk: next_position moves on; after the last one the slot decodes
-land     the same numbers go back, for slots that still have the tenant of the launch
+    decode slot    in flight += 1 .. 1 + drafts
+    prompt chunk   next_position moves on; after the last one the slot decodes, and 1 token is in flight
+
+Landing takes the tokens in flight back, for slots that still have the tenant of the launch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class BlockLedger:
         return num_blocks_for(request.num_tokens) - len(shared) + revived - self.pool.num_available
 
     def admit(self, slot: int, request: Request, hit: Hit, reuse: Reuse) -> None:
-        """Give `slot` the shared blocks and fresh ones for all known tokens. Raises CapacityError, with nothing taken."""
+        """Give `slot` the shared blocks and fresh ones for all known tokens. CapacityError: nothing was taken."""
         shared = list(hit.blocks[: reuse.shared_tokens // BLOCK_TOKENS])
         self.pool.share(shared)
         try:

@@ -1,4 +1,4 @@
-"""`Lifecycle`: requests come, get a slot, lose it, and end. The one place where slots, blocks and the queue change together.
+"""`Lifecycle`: requests come, get a slot, lose it, and end. Slots, blocks and the queue change together, here only.
 
                 admit                          finish (stop, length, abort, error)
 queue  ---------------------->  slot + blocks  ------------------------------------>  Finished
@@ -148,7 +148,7 @@ class Lifecycle:
         self.queue.push(request)
 
     def strike(self, slot: int, error: str) -> None:
-        """A step with the request in `slot` failed: compute it again, alone if it happened before, or end it if it was alone."""
+        """A step with this request failed: compute it again, alone if it is the second time; end it if it was alone."""
         request = self.table.request(slot)
         if self.quarantine.convicts(request):
             self.finish(slot, FinishReason.ERROR, error=error)

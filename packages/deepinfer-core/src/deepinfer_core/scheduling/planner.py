@@ -69,10 +69,9 @@ class Planner:
         slots = self._ready_slots()
         anchor = table.length[slots] - 1 + table.in_flight_max[slots]
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
-        prompt_rows = self._waiting_prompt_rows()
-        room = max(0, self._max_rows - len(slots) - min(prompt_rows, self._max_rows // _PROMPT_SHARE))
+        reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
         lengths = self._speculation.lengths(
-            table.survival[slots], table.stale_survival[slots], caps, min(prompt_rows, self._max_rows), room
+            table.survival[slots], table.stale_survival[slots], caps, reserved, self._max_rows - len(slots) - reserved
         )
         kept = self._hold_memory(slots, anchor, lengths)
         if kept is not None:

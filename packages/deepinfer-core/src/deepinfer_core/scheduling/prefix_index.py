@@ -4,9 +4,10 @@
     key 0 = H(root  | tokens   0..127 | identity)       H = blake2b-256 keyed with the secret salt
     key 1 = H(key 0 | tokens 128..255 | identity)
 
-A key names the whole prefix up to the end of its block. The secret makes keys unpredictable, so no prompt can be built to collide
-with another's; a tenant salt keeps the cache of one tenant from answering, or timing, another's prompts. The identity is one byte a
-position that tells images apart, whose positions all carry the same token id; it is left out of blocks of pure text (all zero).
+A key names the whole prefix up to the end of its block. The secret makes keys unpredictable, so no prompt can be
+built to collide with another's; a tenant salt keeps the cache of one tenant from answering, or timing, another's
+prompts. The identity is one byte a position that tells images apart, whose positions all carry the same token id; it
+is left out of blocks of pure text (all zero).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class PrefixIndex:
         return Hit(len(blocks) * BLOCK_TOKENS, blocks=tuple(blocks))
 
     def insert(self, key: bytes, block: int) -> bool:
-        """Make `block` hittable. False if another block holds the same prefix already: that one stays the shared one."""
+        """Make `block` hittable. False if another block holds the same prefix: that one stays the shared one."""
         if key in self._block_of:
             return False
         self._block_of[key] = block

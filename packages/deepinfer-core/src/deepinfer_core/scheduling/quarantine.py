@@ -1,8 +1,8 @@
 """`Quarantine`: which request makes steps fail?
 
-A failed step says nothing about the culprit. The requests in it are recomputed together once, for the failure may have been
-passing. Those in a second failed step become suspects: each runs alone until it is past the point where it failed. One that fails
-alone is the culprit; the others have lost time and no token.
+A failed step says nothing about the culprit. The requests in it are recomputed together once, for the failure may
+have been passing. Those in a second failed step become suspects: each runs alone until it is past the point where it
+failed. One that fails alone is the culprit; the others have lost time and no token.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 decoder_from (the cut) is fixed at arrival from the prompt length alone, so chunking and preemption do not move it:
     full 0   exact prompt - (1 + (layers - cut layer)(window - 1))   compact, mask prompt - keep
 first_position after a hit of H tokens:
-    exact    max(0, min(H, decoder_from) - cut layer x (window - 1)): a window layer needs window - 1 rows of right input below it
+    exact    max(0, min(H, decoder_from) - cut layer x (window - 1)): each window layer needs window - 1 right rows more
     bounded  H - window, with window keys below it invisible
 Source: design.md 7, model.md 2.8. A segment may run over these borders; they are absolute positions.
 """
@@ -83,14 +83,14 @@ class ReplayRules:
         )
 
     def decoder_from(self, prompt_tokens: int, *, all_rows: bool = False) -> int:
-        """The cut: rows below this position stop after the cut layer's KV write. `all_rows`: logits of every row are wanted."""
+        """The cut: rows below it stop after the cut layer's KV write. `all_rows`: logits of every row are wanted."""
         if all_rows or self.decoder_prefill == "full":
             return 0
         rows = self.exact_decoder_rows if self.decoder_prefill == "exact" else self.keep_tokens
         return max(0, prompt_tokens - rows)
 
     def reuse(self, hit: Hit, num_tokens: int, decoder_from: int, *, all_rows: bool = False) -> Reuse:
-        """What to make of `hit` for a sequence of `num_tokens` known tokens, the last of which must be run for its logits."""
+        """What to make of `hit` for `num_tokens` known tokens, the last of which must be run for its logits."""
         if all_rows:
             return Reuse(HitOutcome.ALL_ROWS_WANTED)
         if self.prefix_replay == "off":

@@ -3,8 +3,8 @@
     WAITING_EXTERNAL --resume--> WAITING --slot, blocks--> RUNNING --stop, length, abort, error--> FINISHED
                                     ^------- preempted: blocks given back, recomputed later ---|
 
-A request object is touched when it enters or leaves a slot and once a block of 128 tokens; between those moments its numbers live in
-the arrays of `SlotTable`.
+A request object is touched when it enters or leaves a slot and once a block of 128 tokens; between those moments its
+numbers live in the arrays of `SlotTable`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ConstrainedRows:
 
 
 class Constraint(Protocol):
-    """Masks of the next rows. Asked only when every token before them is committed, so such a request is never planned ahead."""
+    """Masks of the next rows, asked for when every token before them is committed: never planned ahead."""
 
     def rows(self, drafts: Sequence[int], room: int) -> ConstrainedRows:
         """`drafts` cut at the first illegal one; forced tokens may follow or replace them, up to `room` in all."""

@@ -1,6 +1,8 @@
 """Rows of a plan from its segments: the part of planning that is only arithmetic on arrays.
 
-segment i = rows first[i], first[i] + 1, .. first[i] + count[i] - 1         decode segments come first, prefill after them
+    segment i = rows first[i] .. first[i] + count[i] - 1
+
+Decode segments come first, prefill segments after them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""`Scheduler`: which rows run in the next step, and what became of those that ran. No torch, no clock of its own, no threads.
+"""`Scheduler`: which rows run in the next step, and what became of those that ran. No torch, no threads.
 
     plan = scheduler.schedule()       segments for the device, None when there is nothing to do
     result = runner.run(plan)
     outputs = scheduler.commit(plan, result)
 
-`schedule` may be called once more before the first plan is committed: decode rows then name tokens that are still on the device, and
-positions are the largest possible. Plans are committed in the order in which they were made. Both loops of
-`runtime/engine_loop.py` use exactly these calls, so there is one transition function. A step costs a few dozen numpy calls on
-arrays over slots; Python objects are touched only for requests that come, go, cross into a new block, or have a watcher.
+`schedule` may be called once more before the first plan is committed: decode rows then name tokens that are still on
+the device, and positions are the largest possible. Plans are committed in the order in which they were made. Both
+loops of `runtime/engine_loop.py` use exactly these calls, so there is one transition function. A step costs a few
+dozen numpy calls on arrays over slots; Python objects are touched only for requests that come, go, cross into a new
+block, or have a watcher.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _MAX_SALT_CHARS = 1_024
 class Scheduler:
     """Continuous batching of one engine.
 
-    config, speculation: settings. num_blocks: size of the paged cache. max_model_len: most tokens of a request, cut to what the
-    cache holds. rules: cut and replay. hasher: keys of the prefix index; None = no prefix caching. cost: step costs for
-    the draft budget; None = verify every draft that fits.
+    config, speculation: settings. num_blocks: size of the paged cache. max_model_len: most tokens of a request, cut
+    to what the cache holds. rules: cut and replay. hasher: keys of the prefix index; None = no prefix caching. cost:
+    step costs for the draft budget; None = verify every draft that fits.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class Scheduler:
     ) -> int:
         """Queue one sequence and return its arrival number (`params.n` is the caller's: one call a sample).
 
-        priority: -1,000..1,000, lower goes first. tenant_salt: prompts share cached blocks only with the same salt. content,
-        identity: see `Admission` and `PrefixHasher`. external: wait for `resume` before it can run.
-        Raises RequestError for a prompt that cannot run, QueueFullError when too many wait.
+        priority: -1,000..1,000, lower goes first. tenant_salt: prompts share cached blocks only with the same salt.
+        content, identity: see `Admission` and `PrefixHasher`. external: wait for `resume` before it can run. Raises
+        RequestError for a prompt that cannot run, QueueFullError when too many wait.
         """
         self._life.queue.check_room()
         tokens = _prompt_array(prompt, self.max_model_len)
@@ -149,20 +150,20 @@ class Scheduler:
         return number
 
     def resume(self, number: int) -> None:
-        """What an `external` request waited for is here, or will never come: let it run. Raises RequestError if it does not wait."""
+        """What an `external` request waited for is here, or will never come: let it run. RequestError: it did not."""
         request = self._life.requests.get(number)
         if request is None or request.status is not RequestStatus.WAITING_EXTERNAL:
             raise RequestError(f"request {number} does not wait for anything from outside")
         self._life.enqueue(request)
 
     def abort(self, number: int) -> bool:
-        """End a request now, wherever it is; its `Finished` comes with the next outputs. False: unknown or already ended."""
+        """End a request wherever it is; its `Finished` comes with the next outputs. False: unknown or already ended."""
         return self._life.abort(number)
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None: nothing to run, or nothing that can be planned before a launched step is committed."""
+        """The next step. None: nothing to run, or nothing that can be planned before a launched step is committed."""
         if len(self._flights) >= IN_FLIGHT_STEPS:
             raise EngineError(f"{len(self._flights)} plans are not committed; commit one before the next is made")
         quarantine = self._life.quarantine
@@ -192,10 +193,10 @@ class Scheduler:
         return self._committer.commit(self._land(plan), result)
 
     def abandon(self, plan: StepPlan, error: str) -> None:
-        """The oldest plan failed on the device: its requests are computed again; one that fails alone ends with `error`.
+        """The oldest plan failed on the device: compute its requests again; one that fails alone ends with `error`.
 
-        A plan that was launched after it rests on its results and must be abandoned or committed too; what it computed for the
-        same requests is dropped.
+        A plan that was launched after it rests on its results and must be abandoned or committed too; what it
+        computed for the same requests is dropped.
         """
         self._land(plan)
         self._life.stats.failed_steps += 1
@@ -258,8 +259,8 @@ class Scheduler:
         """Raise EngineError if a block, a slot or a plan is left although no request is."""
         if self._life.requests or self._flights or self._table.num_running:
             raise EngineError(
-                f"{len(self._life.requests)} requests, {self._table.num_running} slots and {len(self._flights)} plans are "
-                "left; the scheduler is not idle"
+                f"not idle: {len(self._life.requests)} requests, {self._table.num_running} slots and "
+                f"{len(self._flights)} plans are left"
             )
         self._ledger.pool.check_idle()
 
@@ -283,7 +284,7 @@ def _prompt_array(prompt: Sequence[int] | Int64Array, max_model_len: int) -> Int
         raise RequestError("the prompt is empty; give at least one token")
     if len(tokens) >= max_model_len:
         raise RequestError(
-            f"the prompt has {len(tokens)} tokens; with at least one for the answer it must stay below {max_model_len}, the "
-            "smaller of max_model_len and what the cache holds"
+            f"the prompt has {len(tokens)} tokens; with one for the answer the limit is {max_model_len}, the smaller "
+            "of max_model_len and what the cache holds: shorten it or raise them"
         )
     return tokens

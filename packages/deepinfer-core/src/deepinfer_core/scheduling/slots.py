@@ -1,10 +1,10 @@
-"""`SlotTable`: the running requests as arrays, one row a slot, so that a step of thousands of rows is a few dozen numpy calls.
+"""`SlotTable`: the running requests as arrays, one row a slot, so that a step of any size is a few dozen numpy calls.
 
-slot | phase  | length | in flight | held drafts | blocks ...       length     committed tokens; the newest is the anchor
-0    | DECODE |    214 |  1 .. 6   |           5 | 7 12 -1 -1       in flight  tokens that launched steps will add, least .. most
-1    | FREE   |      - |           |             |                  tail       the newest tokens, until a block of them is full
+    slot | phase  | length | in flight | held drafts | blocks ...     length     committed tokens, the newest is the anchor
+    0    | DECODE |    214 |  1 .. 6   |           5 | 7 12 -1 -1     in flight  what launched steps add, least .. most
+    1    | FREE   |      - |           |             |                tail       newest tokens, until a block is full
 
-anchor position of the next step  =  length - 1 + in flight
+The anchor of the next step lies at position length - 1 + in flight.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     fixed      (samplers + sum of acceptances)  / (verify(rows + all drafts) + draft)
     scheduled  (samplers + realised survivals)  / (verify(rows + K) + draft)
 
-The guard compares the three in expected tokens a second, with acceptances that were measured rather than promised by the
-confidence head, and takes the best: so speculation costs at most the error of the cost model. Where it stopped drafting it
-probes again every `_PROBE_STEPS` steps. A policy decides how fast tokens come, never which.
+The guard compares the three in expected tokens a second, with acceptances that were measured rather than promised by
+the confidence head, and takes the best: so speculation costs at most the error of the cost model. Where it stopped
+drafting it probes again every `_PROBE_STEPS` steps. A policy decides how fast tokens come, never which.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class SpeculationPlanner:
     ) -> Int64Array:
         """Drafts to verify [R] of requests that can verify caps[R] at most.
 
-        survival, stale [R, D]: of the newest known proposals and of the ones before. other_rows: rows of the step beside
-        decode rows. max_drafts: what the step has room for in all.
+        survival, stale [R, D]: of the newest known proposals and of the ones before. other_rows: rows of the step
+        beside decode rows. max_drafts: what the step has room for in all.
         """
         available = int(caps.sum())
         if available == 0:

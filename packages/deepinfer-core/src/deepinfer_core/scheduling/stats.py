@@ -1,4 +1,4 @@
-"""Counters of the scheduler: per step in constant time, per request when it ends. `as_dict` is what `--stats` prints and exports."""
+"""Counters of the scheduler: constant time a step, a request is counted when it ends. `--stats` prints `as_dict`."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     urgency = arrival number + priority x head start        the smallest goes first
 
-A level of priority (lower is more urgent) is worth a head start of that many arrivals and no more: at most
-`head start x difference` later requests can overtake one, so none waits for ever. The queue is a heap; a step looks at its head only,
-whatever its length.
+A level of priority (lower is more urgent) is worth a head start of that many arrivals and no more: at most `head
+start x difference` later requests can overtake one, so none waits for ever. The queue is a heap; a step looks at its
+head only, whatever its length.
 """
 
 from __future__ import annotations

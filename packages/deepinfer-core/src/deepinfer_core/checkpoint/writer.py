@@ -155,7 +155,7 @@ def _encode(spec: TensorSpec, value: Tensor) -> dict[str, Tensor]:
 
 
 def _split(specs: list[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Shards of at most `max_shard_bytes` (or one weight with its scale, where that alone is larger), in manifest order."""
+    """Shards in manifest order, each at most `max_shard_bytes` or one weight with its scale that alone is larger."""
     shards: list[list[TensorSpec]] = [[]]
     room = max_shard_bytes
     for i, spec in enumerate(specs):

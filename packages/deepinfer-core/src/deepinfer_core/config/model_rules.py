@@ -159,14 +159,20 @@ def _check_schedule(c: ModelConfig) -> None:
 def _check_layer(c: ModelConfig, layer: int) -> None:
     ratio = c.compress_ratios[layer]
     if ratio == 0:
-        if layer in c.kv_source_layer_ids or layer in c.index_source_layer_ids:
-            raise ConfigError(f"config.json: layer {layer} has ratio 0 and can be neither a KV nor an index source")
+        for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+            if layer in getattr(c, name):
+                raise ConfigError(f"config.json: {name} holds {layer}, which has 0 in compress_ratios and no cache")
         return
     owner, selector = c.kv_owner(layer), c.index_owner(layer)
     if owner is None or selector is None or selector < owner:
-        raise ConfigError(f"config.json: layer {layer} (ratio {ratio}) has no KV and index source before it")
+        raise ConfigError(
+            f"config.json: layer {layer} has {ratio} in compress_ratios, but kv_source_layer_ids and "
+            "index_source_layer_ids do not both have a source for it, the index source not before the KV source"
+        )
     if c.compress_ratios[owner] != ratio:
-        raise ConfigError(f"config.json: layer {layer} and its KV source {owner} have different compress_ratios")
+        raise ConfigError(
+            f"config.json: layer {layer} and its source {owner} of kv_source_layer_ids differ in compress_ratios"
+        )
 
 
 def _check_draft(c: ModelConfig) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,43 @@ import pytest
 from tests.workspace.conftest import ROOT
 
 SECOND_RUN_LIMIT_S = 5.0
+BACKEND = '[build-system]\nrequires = ["uv_build>=0.13,<0.14"]\nbuild-backend = "uv_build"\n'
+LEAF_PROJECT = f'[project]\nname = "leaf"\nversion = "1.0"\nrequires-python = ">=3.12"\n\n{BACKEND}'
+ROOT_PROJECT = """[project]
+name = "checkout"
+version = "0.0.0"
+requires-python = "==3.12.*"
+dependencies = ["leaf"]
+
+[tool.uv]
+package = false
+"""
+LOCK = """version = 1
+revision = 5
+requires-python = "==3.12.*"
+
+[[package]]
+name = "checkout"
+version = "0.0.0"
+source = {{ virtual = "." }}
+dependencies = [
+    {{ name = "leaf" }},
+]
+
+[package.metadata]
+requires-dist = [{{ name = "leaf" }}]
+
+[[package]]
+name = "leaf"
+version = "1.0"
+source = {{ registry = "wheelhouse" }}
+wheels = [
+    {{ path = "{wheel}", hash = "sha256:{digest}" }},
+]
+"""
 
 
-def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run build.sh with no network and without this process's own choice of Python and uv."""
     inherited = {
         name: value
@@ -24,7 +60,7 @@ def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         and not name.startswith("ASCEND_")
     }
     return subprocess.run(
-        ["/bin/bash", ROOT / "build.sh", *arguments],
+        ["/bin/bash", root / "build.sh", *arguments],
         cwd="/",
         env=inherited | {"UV_OFFLINE": "1"} | environment,
         stdin=subprocess.DEVNULL,
@@ -57,6 +93,26 @@ def cpu_time_of_children_s() -> float:
     """Time on a processor, not on the clock: one step follows the other, and what else the machine does counts not."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+@pytest.fixture
+def checkout(uv: str, tmp_path: Path) -> Path:
+    """A small checkout with this build.sh: one locked package, whose wheel lies in wheelhouse/."""
+    package, root = tmp_path / "leaf", tmp_path / "checkout"
+    (package / "src/leaf").mkdir(parents=True)
+    (package / "src/leaf/__init__.py").write_text("", encoding="utf-8")
+    (package / "pyproject.toml").write_text(LEAF_PROJECT, encoding="utf-8")
+    (root / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "build.sh", root)
+    (root / "tools/what_runs.py").write_text("import leaf\nprint('leaf is there')\n", encoding="utf-8")
+    (root / "pyproject.toml").write_text(ROOT_PROJECT, encoding="utf-8")
+    subprocess.run(
+        [uv, "build", "--quiet", "--offline", "--wheel", package, "--out-dir", root / "wheelhouse"], check=True
+    )
+    (wheel,) = (root / "wheelhouse").glob("*.whl")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (root / "uv.lock").write_text(LOCK.format(wheel=wheel.name, digest=digest), encoding="utf-8")
+    return root
 
 
 def last_sentence(done: subprocess.CompletedProcess[str]) -> str:
@@ -147,3 +203,42 @@ def test_a_missing_python_is_named_with_ways_to_get_it(tmp_path: Path) -> None:
     done = build(PATH=f"{tmp_path}/bin", **nowhere)
     assert done.returncode == 1
     assert last_sentence(done).startswith("build.sh: Python 3.12 was not found: install it ('pyenv install 3.12'")
+
+
+def test_a_fresh_checkout_is_set_up_without_a_network_from_a_wheelhouse(checkout: Path) -> None:
+    lock = (checkout / "uv.lock").read_bytes()
+    first, second = build(root=checkout), build(root=checkout)
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert "installed from uv.lock" in first.stdout
+    assert "already as locked" in second.stdout
+    assert "leaf is there" in second.stdout
+    assert (checkout / "uv.lock").read_bytes() == lock
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_refused(checkout: Path, tmp_path: Path) -> None:
+    lock = checkout / "uv.lock"
+    text = lock.read_text(encoding="utf-8")
+    digest = text.split("sha256:")[1][:64]
+    lock.write_text(text.replace(digest, "0" * 64), encoding="utf-8")
+    done = build(root=checkout, UV_CACHE_DIR=str(tmp_path / "empty cache"))
+    assert done.returncode == 1
+    assert "Hash mismatch" in done.stderr
+    assert last_sentence(done).startswith("build.sh: the locked packages are not all there")
+
+
+def test_a_lock_that_disagrees_with_the_project_is_named(checkout: Path) -> None:
+    project = checkout / "pyproject.toml"
+    project.write_text(ROOT_PROJECT.replace('"leaf"', '"leaf>=2"'), encoding="utf-8")
+    done = build(root=checkout)
+    assert done.returncode == 1
+    assert last_sentence(done).startswith("build.sh: uv.lock does not agree with the pyproject files")
+
+
+def test_an_environment_of_another_kind_is_not_cleared(checkout: Path) -> None:
+    theirs = checkout / ".venv/somebody's file"
+    theirs.parent.mkdir()
+    theirs.touch()
+    done = build(root=checkout)
+    assert done.returncode == 1
+    assert "the environment .venv could not be made" in last_sentence(done)
+    assert theirs.exists()

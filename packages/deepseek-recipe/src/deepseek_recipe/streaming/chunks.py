@@ -57,25 +57,14 @@ class InferenceChunk:
     A property that does not belong to the kind of chunk is None.
     """
 
-    __slots__ = (
-        "content",
-        "finish_reason",
-        "kind",
-        "logprobs",
-        "prompt_usage",
-        "system_fingerprint",
-        "token_count",
-        "token_ids",
-    )
-
     kind: ChunkKind
-    content: str | None
-    token_count: int | None
-    token_ids: list[int] | None
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: InferenceFinishReason | None
-    prompt_usage: PromptUsage | None
-    system_fingerprint: str | None
+    content: str | None = None
+    token_count: int | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: InferenceFinishReason | None = None
+    prompt_usage: PromptUsage | None = None
+    system_fingerprint: str | None = None
 
     def __init__(self) -> None:
         raise TypeError("build an InferenceChunk with ready, text, tokens or finish")
@@ -84,8 +73,6 @@ class InferenceChunk:
     def _empty(cls, kind: ChunkKind) -> InferenceChunk:
         chunk = object.__new__(cls)
         chunk.kind = kind
-        chunk.content = chunk.token_count = chunk.token_ids = chunk.logprobs = None
-        chunk.finish_reason = chunk.prompt_usage = chunk.system_fingerprint = None
         return chunk
 
     @staticmethod

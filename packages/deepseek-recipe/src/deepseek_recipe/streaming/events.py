@@ -1,6 +1,6 @@
 r"""Events: one JSON object each, built for streams in which nearly all of them differ in one string only.
 
-    delta event = head + JSON string of the text + tail          head and tail are made once a stream
+    delta event = head + JSON string of the text + tail + end    head and tail are made once a stream
     any other   = a dictionary, written when it is asked for
 """
 
@@ -38,12 +38,15 @@ class StreamEvent:
     Events compare by content and survive `to_dict`/`from_dict` (or `to_json`/`from_json`).
     """
 
-    __slots__ = ("_data", "_is_consumed", "_shape", "_text")
+    __slots__ = ("_data", "_end", "_is_consumed", "_shape", "_text")
 
-    def __init__(self, shape: DeltaShape | None, text: str = "", data: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, shape: DeltaShape | None, text: str = "", data: Mapping[str, Any] | None = None, end: str = ""
+    ) -> None:
         self._shape = shape
         self._text = text
         self._data = data
+        self._end = end
         self._is_consumed = False
 
     def to_json(self) -> str:
@@ -56,7 +59,7 @@ class StreamEvent:
         shape = self._shape
         if shape is None:
             return compact(self._data)
-        return f"{shape.head}{encode_basestring(self._text)}{shape.tail}"
+        return f"{shape.head}{encode_basestring(self._text)}{shape.tail}{self._end}"
 
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON-compatible values. Raises as `to_json`."""

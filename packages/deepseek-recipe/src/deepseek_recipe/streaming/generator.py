@@ -85,7 +85,7 @@ class ChunkGenerator(ABC):
 
     @abstractmethod
     def delta(self, kind: PartKind, text: str) -> StreamEvent | None:
-        """The one event of reasoning or content that continues what is open; None if it is not open."""
+        """The one event that continues the open reasoning, content or arguments; None if it takes more than one."""
 
     @abstractmethod
     def part(self, part: Part) -> list[Any]:

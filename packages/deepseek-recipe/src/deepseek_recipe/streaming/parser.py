@@ -22,9 +22,9 @@ from deepseek_recipe.streaming.markers import Marker, Origin
 from deepseek_recipe.streaming.options import ParsingOptions
 from deepseek_recipe.streaming.stages import Effect, PartKind, Rule, Stage, StageName, stages_for, start_stage
 
-__all__ = ["OutputParser", "Part"]
+__all__ = ["OutputParser", "Part", "public_part"]
 
-_QUIET_KINDS = (PartKind.REASONING, PartKind.CONTENT)
+_QUIET_KINDS = (PartKind.REASONING, PartKind.CONTENT, PartKind.ARGUMENTS, PartKind.STRING)
 _TRIMMED_NEWLINE = Rule(Marker("\n"), StageName.CONTENT)
 
 
@@ -64,8 +64,8 @@ class _OpenPart:
 class OutputParser:
     """Splits one response. Not reusable.
 
-    `quiet_search` is set while nothing is held and text is passed on as it is: a unit in which it finds nothing may be
-    emitted as one part of `quiet_kind` without asking the parser.
+    `quiet_search` is set while nothing is held and text is passed on: a unit in which it finds nothing may be emitted
+    as one part, `public_part(quiet_kind, text)`, without asking the parser.
     """
 
     def __init__(self, options: ParsingOptions) -> None:
@@ -260,10 +260,15 @@ def _public_parts(unit: _Unit, count: int) -> list[Part]:
         kind = part.kind
         if kind is PartKind.DROPPED or kind is PartKind.NAME:
             continue
-        text = "".join(part.pieces)
-        if kind is PartKind.SPACE:
-            kind, text = PartKind.CONTENT, " "
-        elif kind is PartKind.STRING:
-            kind, text = PartKind.ARGUMENTS, encode_basestring(text)[1:-1]
+        kind, text = public_part(kind, "".join(part.pieces))
         taken.append(Part(kind, text, unit.logprobs))
     return taken
+
+
+def public_part(kind: PartKind, text: str) -> tuple[PartKind, str]:
+    """A part of a kind that only the parser knows, as the generators see it."""
+    if kind is PartKind.STRING:
+        return PartKind.ARGUMENTS, encode_basestring(text)[1:-1]
+    if kind is PartKind.SPACE:
+        return PartKind.CONTENT, " "
+    return kind, text

@@ -8,16 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.chunks import InferenceChunk, PromptUsage
 from deepseek_recipe.streaming.decoder import DecodedUnit, TokenDecoder
-from deepseek_recipe.streaming.events import StreamEvent
 from deepseek_recipe.streaming.generator import ChunkGenerator
 from deepseek_recipe.streaming.options import ParsingOptions
-from deepseek_recipe.streaming.parser import OutputParser, Part
+from deepseek_recipe.streaming.parser import OutputParser, Part, public_part
 from deepseek_recipe.streaming.stages import PartKind
 from deepseek_recipe.streaming.usage import Usage
 from deepseek_recipe.streaming.vocabulary import Vocabulary
@@ -58,7 +56,7 @@ class StreamProcessor:
         self._parser = OutputParser(options)
         self._tokenizer = tokenizer
         self._decoder: TokenDecoder | None = None
-        self._texts = {} if tokenizer is None else tokenizer.vocabulary.texts
+        self._texts: dict[int, str] = {} if tokenizer is None else tokenizer.vocabulary.texts
         self._reasoning: list[str] | None = None
         if tokenizer is not None:
             self._decoder = TokenDecoder(tokenizer.vocabulary)
@@ -69,6 +67,7 @@ class StreamProcessor:
         self._is_started = False
         self._is_finished = False
         self._is_closed = False
+        self._update_quiet()
 
     @property
     def finished(self) -> bool:
@@ -81,11 +80,21 @@ class StreamProcessor:
         Raises: RuntimeError after the end, after `close`, and for chunks that cannot be processed (token ids without a
         tokenizer, a wrong number of log probabilities), which close the processor; TypeError for anything but a chunk.
         """
-        search = self._parser.quiet_search
-        if search is not None and self._is_started and not self._is_finished and not self._is_closed:
-            event = self._plain_delta(chunk, search)
-            if event is not None:
-                return [event]
+        search = self._quiet_search
+        if search is not None and type(chunk) is InferenceChunk:
+            text, count = chunk.content, chunk.token_count
+            if text is None and chunk.logprobs is None and (ids := chunk.token_ids) is not None and len(ids) == 1:
+                text, count = self._texts.get(ids[0]), 1
+            if text and search(text) is None:
+                kind = self._quiet_kind
+                if kind is PartKind.STRING:
+                    kind, text = public_part(kind, text)
+                event = self._generator.delta(kind, text)
+                if event is not None:
+                    self._completion_tokens += count or 0
+                    if kind is PartKind.REASONING and self._reasoning is not None:
+                        self._reasoning.append(text)
+                    return [event]
         if not isinstance(chunk, InferenceChunk):
             raise TypeError(f"chunk must be an InferenceChunk, not {type(chunk).__name__}")
         self._require_open()
@@ -96,6 +105,8 @@ class StreamProcessor:
         except BaseException:
             self.close()
             raise
+        finally:
+            self._update_quiet()
 
     def finish(self) -> list[Any]:
         """The events that end the response, if no finish chunk did; [] if it is complete.
@@ -103,36 +114,26 @@ class StreamProcessor:
         Raises: RuntimeError after `close` or an error.
         """
         self._require_open()
-        return [] if self._is_finished else self._start_if_new() + self._end(None)
+        if self._is_finished:
+            return []
+        self._quiet_search = None
+        return self._start_if_new() + self._end(None)
 
     def close(self) -> None:
         """Give up the response. May be called any number of times."""
         self._is_closed = True
+        self._quiet_search = None
 
-    def _plain_delta(self, chunk: InferenceChunk, search: Callable[[str], object]) -> StreamEvent | None:
-        """The one event of a chunk that continues the open text and holds nothing to look at; None for any other."""
-        if chunk.kind == "text":
-            text, count = chunk.content, chunk.token_count
-        elif chunk.kind == "tokens" and chunk.logprobs is None and len(chunk.token_ids) == 1:
-            decoder = self._decoder
-            if decoder is None or decoder.is_holding:
-                return None
-            text, count = self._texts.get(chunk.token_ids[0]), 1
-        else:
-            return None
-        if not text or search(text) is not None:
-            return None
-        kind = self._parser.quiet_kind
-        event = self._generator.delta(kind, text)
-        if event is not None:
-            self._completion_tokens += count
-            if self._reasoning is not None and kind is PartKind.REASONING:
-                self._reasoning.append(text)
-        return event
+    def _update_quiet(self) -> None:
+        """Whether the next chunk, if it is plain text, may become one delta without asking the parser."""
+        is_holding_ids = self._decoder is not None and self._decoder.is_holding
+        is_open = self._is_started and not self._is_finished and not self._is_closed
+        self._quiet_search = self._parser.quiet_search if is_open and not is_holding_ids else None
+        self._quiet_kind = self._parser.quiet_kind
 
     def _process(self, chunk: InferenceChunk) -> list[Any]:
         if chunk.kind == "ready":
-            return self._start(chunk)
+            return self._start_if_new(chunk.prompt_usage, chunk.system_fingerprint)
         if chunk.kind == "text":
             start = self._start_if_new()
             self._completion_tokens += chunk.token_count or 0
@@ -165,15 +166,14 @@ class StreamProcessor:
             events += self._end(None)
         return events
 
-    def _start(self, chunk: InferenceChunk) -> list[Any]:
+    def _start_if_new(
+        self, prompt_usage: PromptUsage | None = None, system_fingerprint: str | None = None
+    ) -> list[Any]:
         if self._is_started:
             return []
-        self._prompt_usage = chunk.prompt_usage or PromptUsage()
         self._is_started = True
-        return self._generator.start(self._usage(None), chunk.system_fingerprint)
-
-    def _start_if_new(self) -> list[Any]:
-        return self._start(InferenceChunk.ready())
+        self._prompt_usage = prompt_usage or self._prompt_usage
+        return self._generator.start(self._usage(None), system_fingerprint)
 
     def _end(self, reason: InferenceFinishReason | None) -> list[Any]:
         self._is_finished = True

@@ -60,27 +60,9 @@ _UNSPECIFIED: Final[Mapping[str, Any]] = {
 
 
 class ResponsesStreamEvent(StreamEvent):
-    """One event of a Responses stream. A delta keeps its sequence number apart from the shared shape."""
+    """One event of a Responses stream."""
 
-    __slots__ = ("_sequence_number",)
-
-    def __init__(
-        self,
-        shape: DeltaShape | None,
-        text: str = "",
-        data: Mapping[str, Any] | None = None,
-        sequence_number: int = 0,
-    ) -> None:
-        super().__init__(shape, text, data)
-        self._sequence_number = sequence_number
-
-    def to_json(self) -> str:
-        """The event as compact JSON.
-
-        Raises: RuntimeError after a response has accumulated it.
-        """
-        text = super().to_json()
-        return text if self._shape is None else f"{text}{self._sequence_number}}}"
+    __slots__ = ()
 
 
 class ResponsesChunkGenerator(ChunkGenerator):
@@ -106,7 +88,7 @@ class ResponsesChunkGenerator(ChunkGenerator):
         self._sequence_number = 0
         self._finished_items: tuple[dict[str, Any], ...] = ()
         self._item: Item | None = None
-        self._item_kind: PartKind | None = None
+        self._item_kind: PartKind | None = None  # of the parts that become deltas of the item as they are
         self._shape: DeltaShape | None = None
 
     def with_namespace_tool_map(self, namespace_tool_map: Mapping[str, tuple[str, str]]) -> ResponsesChunkGenerator:
@@ -135,17 +117,21 @@ class ResponsesChunkGenerator(ChunkGenerator):
         item = self._item
         if item is None or kind is not self._item_kind:
             return None
+        return self._delta(item, text)
+
+    def _delta(self, item: Item, text: str) -> ResponsesStreamEvent:
         item.pieces.append(text)
         number = self._sequence_number
         self._sequence_number = number + 1
-        return ResponsesStreamEvent(self._shape, text, None, number)
+        return ResponsesStreamEvent(self._shape, text, None, f"{number}}}")
 
     def part(self, part: Part) -> list[ResponsesStreamEvent]:
         kind, text, logprobs = part
         if kind is PartKind.CALL:
             if isinstance(self._item, MessageItem):
                 self._item.phase = "commentary"
-            return self._close_item("completed") + self._open_item(PartKind.ARGUMENTS, self._new_call(text))
+            closing, call = self._close_item("completed"), self._new_call(text)
+            return closing + self._open_item(PartKind.ARGUMENTS if isinstance(call, FunctionCallItem) else None, call)
         if kind is PartKind.ARGUMENTS:
             return self._arguments(text)
         events: list[ResponsesStreamEvent] = []
@@ -188,8 +174,7 @@ class ResponsesChunkGenerator(ChunkGenerator):
             text = item.reader.push(text)
             if not text:
                 return []
-        event = self.delta(PartKind.ARGUMENTS, text)
-        return [] if event is None else [event]
+        return [] if item is None else [self._delta(item, text)]
 
     def _delta_with_logprobs(self, item: MessageItem, text: str, logprobs: list[Any]) -> ResponsesStreamEvent:
         item.pieces.append(text)
@@ -197,7 +182,7 @@ class ResponsesChunkGenerator(ChunkGenerator):
         fields = {"content_index": 0, "delta": text, "item_id": item.id, "logprobs": logprobs}
         return self._event("response.output_text.delta", {**fields, "output_index": item.index})
 
-    def _open_item(self, kind: PartKind, item: Item) -> list[ResponsesStreamEvent]:
+    def _open_item(self, kind: PartKind | None, item: Item) -> list[ResponsesStreamEvent]:
         self._item, self._item_kind, self._shape = item, kind, item.shape()
         return self._events(item.opening())
 
@@ -207,8 +192,7 @@ class ResponsesChunkGenerator(ChunkGenerator):
             return []
         events: list[ResponsesStreamEvent] = []
         if isinstance(item, CustomCallItem) and (rest := item.reader.finish()):
-            event = self.delta(PartKind.ARGUMENTS, rest)
-            events += [] if event is None else [event]
+            events.append(self._delta(item, rest))
         events += self._events(item.closing(status))
         self._finished_items += (item.value(status),)
         self._item = self._item_kind = None

@@ -40,6 +40,8 @@ class PartKind(Enum):
     NAME = "name"  # collected until the call starts
     STRING = "string"  # arguments, to be escaped for a JSON string
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs Python code
+
 
 class StageName(Enum):
     """One stage of the picture above. The `_FIRST` stages know that no parameter has been seen yet."""

@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tokenizers import Tokenizer as Backend
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 __all__ = ["REPLACEMENT", "Vocabulary"]
 

@@ -27,11 +27,11 @@ __all__ = ["Device", "EngineLoop", "make_loop"]
 class Device[Ticket](Protocol):
     """Runs plans in the order of their launch."""
 
-    def launch(self, plan: StepPlan) -> Ticket:
+    def launch(self, plan: StepPlan, /) -> Ticket:
         """Start a step and return at once. An exception means that it did not start."""
         ...
 
-    def wait(self, ticket: Ticket) -> StepResult:
+    def wait(self, ticket: Ticket, /) -> StepResult:
         """The result of a launched step. An exception means that its effects are unknown."""
         ...
 

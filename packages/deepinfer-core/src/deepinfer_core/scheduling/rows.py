@@ -102,7 +102,9 @@ def build_plan(
         replayed = max(0, min(int(table.shared_tokens[segment.slot]) - segment.first, segment.count))
         row_kind[begin : begin + replayed] = RowKind.REPLAY
         row_writes[begin : begin + replayed] = Writes.WINDOW
-        row_sample[end - 1] = segment.samples
+        if request.all_rows_wanted:  # every prompt row scores the prompt's next token
+            row_sample[begin:end] = np.arange(segment.first, segment.first + segment.count) < request.prompt_tokens - 1
+        row_sample[end - 1] |= segment.samples
         if segment.mask is not None:
             masks[end - 1] = segment.mask
 

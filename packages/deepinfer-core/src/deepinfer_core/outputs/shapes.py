@@ -61,6 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
     seed: int = 0  # of answer 0; others are derived from it
     num_cached_tokens: int = 0  # prompt tokens whose cache was reused
+    notes: tuple[str, ...] = ()  # what the request's parameters made the engine do otherwise than usual
 
     @property
     def finished(self) -> bool:

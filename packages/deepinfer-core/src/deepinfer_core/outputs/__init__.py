@@ -1,0 +1,8 @@
+"""What a request returns, and how it comes together."""
+
+from __future__ import annotations
+
+from deepinfer_core.outputs.answer import Answer
+from deepinfer_core.outputs.shapes import CompletionOutput, FinishReason, Logprob, RequestOutput, logprob_table
+
+__all__ = ["Answer", "CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "logprob_table"]

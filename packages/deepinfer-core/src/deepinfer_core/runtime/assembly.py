@@ -1,0 +1,169 @@
+"""From settings to an engine that is ready to run: which device, which model, which kernels, how large a cache.
+
+EngineConfig ─► provider (cpu | nvidia | ascend) ─► folder ─► config.json, tokenizer.json, weights
+                                                      │
+                    Scheduler  ◄── sizes ──►  Runner (kernels, caches, sampler)
+                         └──────── EngineLoop ────────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepinfer_core.checkpoint.loader import load_model_weights
+from deepinfer_core.checkpoint.memory_plan import kv_bytes_per_token
+from deepinfer_core.checkpoint.resolve import resolve_model
+from deepinfer_core.config.engine import EngineConfig
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
+from deepinfer_core.errors import CapacityError, ConfigError, KernelError
+from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
+from deepinfer_core.model.params import build_params
+from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
+from deepinfer_core.runtime.runner import Runner, RunnerConfig
+from deepinfer_core.scheduling.plan import StepResult
+from deepinfer_core.scheduling.replay import ReplayRules
+from deepinfer_core.scheduling.scheduler import Scheduler
+from deepinfer_core.text import Tokenizer
+
+__all__ = ["AssembledEngine", "assemble_engine"]
+
+# On a CPU the cache shares the memory of everything else, so its default size stays small.
+_CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """Everything that one process runs."""
+
+    folder: Path
+    model_config: ModelConfig
+    fingerprint: str  # of the weights
+    tokenizer: Tokenizer
+    choice: KernelChoice
+    op_sources: list[OpSource]
+    runner: Runner
+    scheduler: Scheduler
+    loop: EngineLoop[Future[StepResult]]
+
+
+def assemble_engine(config: EngineConfig) -> AssembledEngine:
+    """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""
+    choice = choose_provider(config.accelerator)
+    folder = resolve_model(config.model, accelerator=choice.name, revision=config.revision, progress=not config.quiet)
+    model_config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.from_path(
+        config.tokenizer or folder, bos_token_id=model_config.bos_token_id, eos_token_id=model_config.eos_token_id
+    )
+    _check_tokenizer(tokenizer, model_config)
+    speculation = _speculation(config.speculation, model_config)
+    dtype = _dtype(config, choice)
+    kernels, op_sources = build_kernels(choice, model_config, dtype)
+    _check_batch_invariance(config, choice)
+    weights = load_model_weights(
+        folder,
+        model_config,
+        dtype=dtype,
+        device=choice.device,
+        engram_storage=config.engram_storage,
+        draft=speculation.num_drafts > 0,
+        progress=not config.quiet,
+    )
+    max_model_len = _max_model_len(config, model_config)
+    form = "plain" if choice.provider is None else choice.provider.cache_form
+    num_blocks = config.cache.num_blocks or _num_blocks(config, model_config, choice, max_model_len, form)
+    rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
+    runner = Runner(
+        model_config,
+        build_params(weights, model_config),
+        kernels,
+        RunnerConfig(
+            num_slots=config.scheduler.max_num_seqs,
+            num_blocks=num_blocks,
+            max_step_rows=config.scheduler.max_num_batched_tokens,
+            num_drafts=speculation.num_drafts,
+            verification=speculation.verification,
+            mask_decoder=config.cache.decoder_prefill == "mask",
+            confidence_temperatures=speculation.confidence_temperatures,
+            logprobs_mode=config.logprobs_mode,
+            num_token_ids=tokenizer.num_tokens,
+        ),
+        cache_form=form,
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        eos_token_id=model_config.eos_token_id,
+        rules=rules,
+        speculation=speculation,
+    )
+    loop = make_loop(scheduler, runner, overlap=config.scheduler.overlap)
+    return AssembledEngine(
+        folder, model_config, weights.fingerprint, tokenizer, choice, op_sources, runner, scheduler, loop
+    )
+
+
+def _check_tokenizer(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    if tokenizer.num_tokens > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_tokens} tokens and the model's vocabulary {model.vocab_size}; they "
+            "don't belong together"
+        )
+
+
+def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> SpeculationConfig:
+    """The default number of drafts, cut to what the checkpoint can draft; another number is taken or refused."""
+    most = model.dspark_block_size if model.num_nextn_predict_layers else 0
+    if speculation.num_drafts <= most:
+        return speculation
+    if speculation.num_drafts == SpeculationConfig().num_drafts:
+        return dataclasses.replace(speculation, num_drafts=most)
+    raise ConfigError(f"num_drafts is {speculation.num_drafts}; this checkpoint drafts at most {most} tokens")
+
+
+def _dtype(config: EngineConfig, choice: KernelChoice) -> torch.dtype:
+    name = config.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _check_batch_invariance(config: EngineConfig, choice: KernelChoice) -> None:
+    if config.batch_invariant and choice.provider is not None:
+        raise KernelError(
+            f"batch_invariant is set, but the kernels of {choice.name} do not promise it yet; set it to False, or "
+            "DEEPINFER_ACCELERATOR=cpu"
+        )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    given = config.scheduler.max_model_len
+    if given is not None and given > model.max_position_embeddings:
+        raise ConfigError(f"max_model_len is {given}; this model reads at most {model.max_position_embeddings} tokens")
+    return given or model.max_position_embeddings
+
+
+def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, max_model_len: int, form: str) -> int:
+    """Blocks for all slots at full length, or as many as the memory holds."""
+    wanted = config.scheduler.max_num_seqs * math.ceil(max_model_len / BLOCK_TOKENS)
+    block_bytes = kv_bytes_per_token(model, "packed" if form == "packed" else "plain") * BLOCK_TOKENS
+    free = _free_bytes(choice.device) * config.cache.memory_fraction
+    fitting = int(free // block_bytes) if block_bytes else wanted
+    if fitting < 1:
+        raise CapacityError(
+            f"{free / 1e9:.2f} GB are left for the cache, less than one block of {block_bytes / 1e6:.2f} MB; use a "
+            "device with more memory, or engram_storage='disk'"
+        )
+    return min(wanted, fitting)
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return min(_CPU_CACHE_BYTES, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return int(torch.get_device_module(device).mem_get_info()[0])

@@ -1,9 +1,9 @@
 """`SimulatedDevice`: a device without a model, for testing everything above it. Numpy only.
 
-    state    u(p) = u(p - 1) + mix(token, p)            kept in the paged cache, so a token depends on every block
-    before it token    y(p + 1) = mix(u(p), seed, p + 1) mod V    with a mask: the first allowed id from there on,
-    cyclically draft    y with the probability that it reports as confidence, else another token time     each step
-    starts when the one before it is done and takes `step_seconds(plan)`
+    state    u(p) = u(p - 1) + mix(token, p)            kept in the paged cache: a token depends on all blocks before it
+    token    y(p + 1) = mix(u(p), seed, p + 1) mod V    with a mask: the first allowed id from there on, cyclically
+    draft    y with the probability that it reports as confidence, else another token
+    time     each step starts when the one before it is done and takes `step_seconds(plan)`
 
 A wrong block, a lost or repeated row, a write to a shared block or a stale tenant changes u and with it every later
 token, or breaks a rule of the plan and raises. A prefix replay that starts too late for exactness changes the tokens

@@ -30,16 +30,16 @@ MIN_SURVIVAL = 1e-6  # drafts less likely than this are never worth a row
 
 
 def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
-    """a [R, D] from conditional confidences [R, D]; 0 beyond num_drafts[r] and where a confidence is not a number."""
+    """a [D, R] from conditional confidences [D, R]; 0 beyond num_drafts[r] and where a confidence is not a number."""
     clean = np.clip(np.nan_to_num(confidences, nan=0.0), 0.0, 1.0)
-    return _within(np.cumprod(clean, axis=1, dtype=np.float32), num_drafts)
+    return _within(np.cumprod(clean, axis=0, dtype=np.float32), num_drafts)
 
 
 def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> int:
     """K that maximises expected tokens a second; the smallest such K.
 
-    survival [R, D]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts, k =
-    0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step.
+    survival [D, R]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts,
+    k = 0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step.
     """
     candidates = _within(survival, caps).ravel()
     candidates = np.sort(candidates[candidates >= MIN_SURVIVAL])[::-1][: len(step_seconds) - 1]
@@ -55,14 +55,14 @@ def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Arr
     values = _within(survival, caps)
     admissible = values >= MIN_SURVIVAL
     if budget >= np.count_nonzero(admissible):
-        return admissible.sum(axis=1, dtype=np.int64)
+        return admissible.sum(axis=0, dtype=np.int64)
     if budget <= 0:
-        return np.zeros(len(values), np.int64)
+        return np.zeros(values.shape[1], np.int64)
     threshold = np.partition(values.ravel(), values.size - budget)[values.size - budget]
-    lengths = (values > threshold).sum(axis=1, dtype=np.int64)
+    lengths = (values > threshold).sum(axis=0, dtype=np.int64)
     left = budget - int(lengths.sum())
-    for position in range(values.shape[1]):
-        tied = np.flatnonzero((values[:, position] == threshold) & (lengths == position))[:left]
+    for position, row in enumerate(values):
+        tied = np.flatnonzero((row == threshold) & (lengths == position))[:left]
         lengths[tied] += 1
         left -= len(tied)
         if left == 0:
@@ -76,13 +76,13 @@ def causal_lengths(survival: FloatArray, caps: Int64Array, step_seconds: Float64
     Arguments as for `choose_budget`. Whether a draft is admitted depends on nothing that comes after it.
     """
     values = _within(survival, caps)
-    request, position = np.nonzero(values >= MIN_SURVIVAL)
-    order = np.lexsort((request, position, -values[request, position]))
-    lengths = np.zeros(len(values), np.int64)
+    position, request = np.nonzero(values >= MIN_SURVIVAL)
+    order = np.lexsort((request, position, -values[position, request]))
+    lengths = np.zeros(values.shape[1], np.int64)
     tokens = float(num_samplers)
     best = tokens / step_seconds[0]
     for k, i in enumerate(order[: len(step_seconds) - 1], start=1):
-        tokens += float(values[request[i], position[i]])
+        tokens += float(values[position[i], request[i]])
         rate = tokens / step_seconds[k]
         if rate <= best:
             break
@@ -92,5 +92,6 @@ def causal_lengths(survival: FloatArray, caps: Int64Array, step_seconds: Float64
 
 
 def _within(survival: FloatArray, caps: Int64Array) -> FloatArray:
-    """`survival` with 0 beyond the first caps[r] positions of each request."""
-    return np.where(np.arange(survival.shape[1], dtype=np.int64) < caps[:, None], survival, np.float32(0.0))
+    """`survival` [D, R] with 0 beyond the first caps[r] positions of each request."""
+    position = np.arange(len(survival), dtype=np.int64)[:, None]
+    return np.where(position < caps, survival, np.float32(0.0))

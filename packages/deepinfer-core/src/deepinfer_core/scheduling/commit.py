@@ -1,6 +1,8 @@
 """`Committer`: the one place where results become facts: tokens, ends, usage, grammar, sealed blocks, acceptance.
 
-result -> drop what belongs to nobody any more -> cut at the end of each answer -> watchers -> tokens -> drafts -> ends
+    result -> drop entries of former tenants -> cut at the end of each answer -> watchers -> drafts -> tokens -> ends
+
+Nothing that a device sends is believed before it has passed here, and nothing is changed twice.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class Committer:
         entries = np.flatnonzero(current)
         slots = result.slot[entries].astype(np.int64)
         tokens = result.tokens[entries]
-        ending = find_endings(self._table, slots, tokens, result.num_tokens[entries])
+        columns = np.ascontiguousarray(tokens.T)  # [W, N]: numpy is fast along the long axis
+        ending = find_endings(self._table, slots, columns, result.num_tokens[entries])
         failures = self._watch(slots, tokens, ending)
         numbers = self._table.number[slots]
         self._learn(slots, entries, result)
-        self._take_tokens(slots, tokens, ending.kept)
+        self._take_tokens(slots, columns, ending.kept)
         self._finish(slots, tokens, ending, failures)
         finished, self._life.finished = tuple(self._life.finished), []
         shown = np.flatnonzero(ending.kept)
@@ -106,14 +109,14 @@ class Committer:
             ):
                 self._life.ledger.seal(slot, computed // BLOCK_TOKENS)
 
-    def _take_tokens(self, slots: Int64Array, tokens: Int64Array, kept: Int32Array) -> None:
+    def _take_tokens(self, slots: Int64Array, columns: Int64Array, kept: Int32Array) -> None:
         table = self._table
         first = slots[table.length[slots] == table.prompt_tokens[slots]]
         if len(first):
             now = self._life.clock()
             for slot in first.tolist():
                 table.request(slot).first_token_s = now
-        table.append_tokens(slots, tokens, kept)
+        table.append_tokens(slots, columns, kept)
         # The newest token is not computed yet: all positions below it are.
         full = (table.length[slots] - 1) // BLOCK_TOKENS
         crossed = np.flatnonzero(full > table.sealed_blocks[slots])
@@ -130,24 +133,24 @@ class Committer:
             return
         verified = result.num_verified[entries].astype(np.int64)
         accepted = result.num_tokens[entries].astype(np.int64) - 1
-        promised = promised_tokens(table.survival[slots], verified)
+        promised = promised_tokens(table.survival[:, slots], verified)
         self._speculation.observe(verified, accepted, promised)
         self._life.stats.verified_drafts += int(verified.sum())
         self._life.stats.accepted_drafts += int(accepted.sum())
-        drafts = result.draft_tokens[entries]
-        proposed = (drafts >= 0).sum(axis=1)
+        drafts = np.ascontiguousarray(result.draft_tokens[entries].T)  # [D', N]
+        proposed = (drafts >= 0).sum(axis=0)
         at_rest = table.in_flight_max[slots] == 0  # else a plan counts on the drafts after these
         table.held_drafts[slots[at_rest]] = proposed[at_rest]
-        table.stale_survival[slots] = table.survival[slots]
-        table.survival[slots] = self._survival(result.confidences[entries], proposed)
+        table.stale_survival[:, slots] = table.survival[:, slots]
+        table.survival[:, slots] = self._survival(result.confidences[entries].T, proposed)
         for n in np.flatnonzero(table.constrained[slots]).tolist():
-            table.request(int(slots[n])).drafts = drafts[n, : proposed[n]].tolist()
+            table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()
 
     def _survival(self, confidences: FloatArray, proposed: Int64Array) -> FloatArray:
-        survival = np.zeros((len(proposed), self._table.num_drafts), np.float32)
-        width = min(confidences.shape[1], self._table.num_drafts)
-        survival[:, :width] = survivals(confidences[:, :width], proposed)
-        survival[proposed == 0] = 1.0  # nothing was proposed, so nothing is known
+        survival = np.zeros((self._table.num_drafts, len(proposed)), np.float32)
+        depth = min(len(confidences), self._table.num_drafts)
+        survival[:depth] = survivals(np.ascontiguousarray(confidences[:depth]), proposed)
+        survival[:, proposed == 0] = 1.0  # nothing was proposed, so nothing is known
         return survival
 
     # ---- ends -------------------------------------------------------------------------------------------------------

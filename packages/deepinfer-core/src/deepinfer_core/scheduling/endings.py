@@ -1,7 +1,9 @@
 """Where answers end: how many of the drawn tokens of each request belong to it, and why it stops there.
 
-tokens[n]    a b EOS c   num_tokens 4, limit leaves room for 5   ->  kept 3, STOP
-             a b c   d   limit leaves room for 2                 ->  kept 2, LENGTH
+    tokens[n]    a b EOS c   num_tokens 4, limit leaves room for 5   ->  kept 3, STOP
+                 a b c   d   num_tokens 4, limit leaves room for 2   ->  kept 2, LENGTH
+
+A token that ends an answer is part of it, and of its usage; what was drawn after it never existed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Ending:
 def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
     """Which entries of `result` [N] belong to a request that is still in its slot.
 
-    Raises EngineError where generation matches and position does not, or a token is missing: a device out of step.
+    Raises EngineError where generation matches and position does not: a device is out of step.
     """
     current = table.generation[result.slot] == result.generation
     wrong = current & (result.position != table.length[result.slot])
@@ -60,26 +62,28 @@ def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
             f"step {result.step}: request {table.number[slot]} expects the token at position {table.length[slot]} "
             f"and the device sent the one at {result.position[n]}"
         )
-    width = result.tokens.shape[1]
-    unknown = (result.tokens < 0) & (np.arange(width, dtype=np.int64) < result.num_tokens[:, None])
-    if unknown.any() or (result.num_tokens < 1).any() or (result.num_tokens > width).any():
-        raise EngineError(f"step {result.step}: the device sent a placeholder where a token belongs")
     return current
 
 
-def find_endings(table: SlotTable, slots: Int64Array, tokens: Int64Array, num_tokens: Int32Array) -> Ending:
-    """Apply end-of-sequence, stop token ids and the length limit to tokens [N, W] drawn by `slots` [N]."""
-    length = table.length[slots]
-    column = np.arange(tokens.shape[1], dtype=np.int64)
-    kept = np.minimum(num_tokens, table.limit[slots] - length).astype(np.int32)
-    stops = tokens == table.eos[slots, None]
+def find_endings(table: SlotTable, slots: Int64Array, columns: Int64Array, num_tokens: Int32Array) -> Ending:
+    """Apply end-of-sequence, stop token ids and the length limit to columns [W, N], the tokens drawn by `slots` [N].
+
+    Raises EngineError where a token is missing: a placeholder must never become a token.
+    """
+    length, limit = table.length[slots], table.limit[slots]
+    order = np.arange(len(columns), dtype=np.int64)[:, None]
+    drawn = order < num_tokens
+    if (drawn & (columns < 0)).any() or num_tokens.min(initial=1) < 1 or num_tokens.max(initial=1) > len(columns):
+        raise EngineError("the device sent a placeholder, or no token, where a token belongs")
+    kept = np.minimum(num_tokens, limit - length).astype(np.int32)
+    stops = columns == table.eos[slots]
     for ids in table.stop_ids.T:
-        stops |= tokens == ids[slots, None]
-    stops &= column < kept[:, None]
-    code = np.where(length + kept == table.limit[slots], np.uint8(_TOO_LONG), np.uint8(RUNS_ON))
+        stops |= columns == ids[slots]
+    stops &= order < kept
+    code = np.where(length + kept == limit, np.uint8(_TOO_LONG), np.uint8(RUNS_ON))
     if stops.any():
-        stops &= length[:, None] + column >= table.stop_from[slots, None]
-        stopped = np.flatnonzero(stops.any(axis=1))
-        kept[stopped] = np.argmax(stops[stopped], axis=1) + 1
+        stops &= length + order >= table.stop_from[slots]
+        stopped = np.flatnonzero(stops.any(axis=0))
+        kept[stopped] = np.argmax(stops[:, stopped], axis=0) + 1
         code[stopped] = _STOPPED
     return Ending(kept, code)

@@ -1,9 +1,11 @@
 """`BlockLedger`: the blocks of running requests, from the pool and the prefix index to the rows of the slot table.
 
-admit   share the blocks of a hit, allocate the rest of the known tokens
-grow    one more block when a request is about to cross into it
-seal    a block is full and computed: make it hittable
-release everything goes back; sealed blocks stay cached until they are needed
+    admit     share the blocks of a hit, allocate the rest of the known tokens
+    grow      more blocks when a request is about to cross into them
+    seal      a block is full and computed: make it hittable
+    release   everything goes back; sealed blocks stay cached until they are needed
+
+Whether a hit is worth taking is decided by `ReplayRules`.
 """
 
 from __future__ import annotations

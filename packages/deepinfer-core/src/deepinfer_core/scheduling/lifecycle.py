@@ -1,9 +1,11 @@
 """`Lifecycle`: requests come, get a slot, lose it, and end. Slots, blocks and the queue change together, here only.
 
-                admit                          finish (stop, length, abort, error)
-queue  ---------------------->  slot + blocks  ------------------------------------>  Finished
-       <----------------------
-               preempt
+                    admit                          finish (stop, length, abort, error)
+    queue  ---------------------->  slot + blocks  ------------------------------------>  Finished
+           <----------------------
+                   preempt
+
+A request that lost its slot keeps its tokens; it is computed again when its turn comes, from the same decoder cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What crosses the seam between the scheduler and the device: `StepPlan` down, `StepResult` up. Integers only, no torch.
+"""What crosses the seam between the scheduler and the device: `StepPlan` down, `StepResult` up. Integers only, no
+torch.
 
     plan = scheduler.schedule()            result = runner.run(plan)            outputs = scheduler.commit(plan, result)
 
@@ -7,15 +8,15 @@
     token      | given given given ... given      | held 0  held 1  held 2    | given ...                |
     sample     |                           x      | x       x       x         |                    x     |
 
-A row is one token of one request. Rows of a request are contiguous and ascend by position; together they are a *segment*.
-A row's token is GIVEN (its id stands in the plan) or HELD: the id is still on the device. Each slot holds there the block
-`[anchor, draft 1, .. draft n]` that the previous step of this slot left, and the position of its anchor; a held row names an index
-into the block, and the device resolves both its token and its position. A plan may thus be made before the result of the step
-before it is known. `row_position` of a held row is the largest that it can turn out to have (all drafts accepted), so that blocks can be
-reserved for it.
+A row is one token of one request. Rows of a request are contiguous and ascend by position; together they are a
+*segment*. A row's token is GIVEN (its id stands in the plan) or HELD: the id is still on the device. Each slot holds
+there the block `[anchor, draft 1, .. draft n]` that the previous step of this slot left, and the position of its
+anchor; a held row names an index into the block, and the device resolves both its token and its position. A plan may
+thus be made before the result of the step before it is known. `row_position` of a held row is the largest that it can
+turn out to have (all drafts accepted), so that blocks can be reserved for it.
 
-A slot is a row of the device's per-request tables. A slot that is used again gets the next generation; results are keyed by
-(slot, generation, position), and a key that no longer matches is dropped.
+A slot is a row of the device's per-request tables. A slot that is used again gets the next generation; results are
+keyed by (slot, generation, position), and a key that no longer matches is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,24 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from deepinfer_core.config.sampling import SamplingParams
 
-__all__ = ["Admission", "Content", "Release", "RowKind", "StepPlan", "StepResult", "TokenLogprobs", "TokenSource", "Writes"]
+__all__ = [
+    "Admission",
+    "Content",
+    "Release",
+    "RowKind",
+    "StepPlan",
+    "StepResult",
+    "TokenLogprobs",
+    "TokenSource",
+    "Writes",
+]
 
-Int32Array: TypeAlias = NDArray[np.int32]
-Int64Array: TypeAlias = NDArray[np.int64]
-UInt8Array: TypeAlias = NDArray[np.uint8]
-BoolArray: TypeAlias = NDArray[np.bool_]
-FloatArray: TypeAlias = NDArray[np.float32]
-UInt32Mask: TypeAlias = NDArray[np.uint32]  # [ceil(vocab / 32)], bit v % 32 of word v // 32 = token v is allowed
+type Int32Array = NDArray[np.int32]
+type Int64Array = NDArray[np.int64]
+type UInt8Array = NDArray[np.uint8]
+type BoolArray = NDArray[np.bool_]
+type FloatArray = NDArray[np.float32]
+type UInt32Mask = NDArray[np.uint32]  # [ceil(vocab / 32)], bit v % 32 of word v // 32 = token v is allowed
 
 
 class RowKind(IntEnum):
@@ -113,8 +124,12 @@ class StepPlan:
     segment_start: Int32Array  # [S + 1] first row of each segment, then R
     segment_slot: Int32Array
     segment_generation: Int32Array
-    segment_window_from: Int64Array  # window keys below this position are invisible in the encoder half (bounded replay); 0 = none
-    segment_decoder_from: Int64Array  # rows below this position stop after the cut layer's KV write; 0 = all rows run through
+    segment_window_from: (
+        Int64Array  # window keys below this position are invisible in the encoder half (bounded replay); 0 = none
+    )
+    segment_decoder_from: (
+        Int64Array  # rows below this position stop after the cut layer's KV write; 0 = all rows run through
+    )
     segment_num_drafts: Int32Array  # drafts to propose after this step, 0 = none
     block_tables: Int32Array  # [S, B] block number of positions 128 b .. 128 b + 127, -1 where there is none
     # ---- requests that change hands
@@ -135,8 +150,6 @@ class StepPlan:
         return len(self.segment_slot)
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: the token's own and the most likely ones in descending order."""
@@ -149,7 +162,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced, one entry a segment that had sample rows (N of them), keyed by (slot, generation, position)."""
+    """What a step produced, one entry a segment that drew (N of them), keyed by (slot, generation, position)."""
 
     step: int
     slot: Int32Array  # [N]

@@ -71,7 +71,11 @@ class Planner:
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
         reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
         lengths = self._speculation.lengths(
-            table.survival[slots], table.stale_survival[slots], caps, reserved, self._max_rows - len(slots) - reserved
+            table.survival[:, slots],
+            table.stale_survival[:, slots],
+            caps,
+            reserved,
+            self._max_rows - len(slots) - reserved,
         )
         kept = self._hold_memory(slots, anchor, lengths)
         if kept is not None:

@@ -1,6 +1,6 @@
 """`SlotTable`: the running requests as arrays, one row a slot, so that a step of any size is a few dozen numpy calls.
 
-    slot | phase  | length | in flight | held drafts | blocks ...     length     committed tokens, the newest is the anchor
+    slot | phase  | length | in flight | held drafts | blocks ...     length     committed tokens; the last: anchor
     0    | DECODE |    214 |  1 .. 6   |           5 | 7 12 -1 -1     in flight  what launched steps add, least .. most
     1    | FREE   |      - |           |             |                tail       newest tokens, until a block is full
 
@@ -61,8 +61,9 @@ class SlotTable:
         self.in_flight_max = np.zeros(num_slots, np.int64)
         # ---- speculation
         self.held_drafts = np.zeros(num_slots, np.int32)  # drafts that the device will hold when the next step runs
-        self.survival = np.ones((num_slots, num_drafts), np.float32)  # of the newest proposals that were committed
-        self.stale_survival = np.ones((num_slots, num_drafts), np.float32)  # of the ones before
+        # position-major [D, S]: numpy is fast along the long axis
+        self.survival = np.ones((num_drafts, num_slots), np.float32)  # of the newest proposals that were committed
+        self.stale_survival = np.ones((num_drafts, num_slots), np.float32)  # of the ones before
         # ---- what ends a request
         self.eos = np.full(num_slots, NO_TOKEN, np.int64)
         self.stop_from = np.zeros(num_slots, np.int64)  # stop tokens count from this position on (min_tokens)
@@ -119,7 +120,7 @@ class SlotTable:
         self.decoder_from[slot] = request.decoder_from
         self.in_flight_min[slot] = self.in_flight_max[slot] = 0
         self.held_drafts[slot] = 0
-        self.survival[slot] = self.stale_survival[slot] = _UNKNOWN_SURVIVAL
+        self.survival[:, slot] = self.stale_survival[:, slot] = _UNKNOWN_SURVIVAL
         self.eos[slot] = NO_TOKEN if params.ignore_eos else eos_token_id
         self.stop_from[slot] = request.prompt_tokens + params.min_tokens
         self._set_stop_ids(slot, tuple(params.stop_token_ids or ()))
@@ -157,11 +158,14 @@ class SlotTable:
         self.block_table[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)
 
-    def append_tokens(self, slots: Int64Array, tokens: Int64Array, counts: Int32Array) -> None:
-        """Add tokens[i, :counts[i]] to the tail of slots[i]; the slots are distinct."""
-        column = np.arange(tokens.shape[1], dtype=np.int64)
-        row, taken = np.nonzero(column < counts[:, None])
-        self.tail[slots[row], self.tail_tokens[slots[row]] + taken] = tokens[row, taken]
+    def append_tokens(self, slots: Int64Array, columns: Int64Array, counts: Int32Array) -> None:
+        """Add columns[:counts[i], i] to the tail of slots[i]; columns is [W, N], the slots are distinct.
+
+        All W are written, since that is cheaper: what lies beyond the tail has no meaning.
+        """
+        width = self.tail.shape[1]
+        cell = slots * width + self.tail_tokens[slots] + np.arange(len(columns), dtype=np.int64)[:, None]
+        self.tail.reshape(-1)[cell] = columns
         self.tail_tokens[slots] += counts
         self.length[slots] += counts
 

@@ -102,7 +102,7 @@ class SpeculationPlanner:
     ) -> Int64Array:
         """Drafts to verify [R] of requests that can verify caps[R] at most.
 
-        survival, stale [R, D]: of the newest known proposals and of the ones before. other_rows: rows of the step
+        survival, stale [D, R]: of the newest known proposals and of the ones before. other_rows: rows of the step
         beside decode rows. max_drafts: what the step has room for in all.
         """
         available = int(caps.sum())
@@ -149,5 +149,6 @@ class SpeculationPlanner:
 
 
 def promised_tokens(survival: FloatArray, lengths: Int64Array) -> float:
-    """Sum of the survivals of the first lengths[r] drafts of each request."""
-    return float(survival[np.arange(survival.shape[1], dtype=np.int64) < lengths[:, None]].sum(dtype=np.float64))
+    """Sum of the survivals [D, R] of the first lengths[r] drafts of each request."""
+    verified = np.arange(len(survival), dtype=np.int64)[:, None] < lengths
+    return float(survival.sum(where=verified, dtype=np.float64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-__all__ = ["require_bool", "require_int_in", "require_list", "require_str"]
+__all__ = ["require_bool", "require_instance", "require_int_in", "require_list", "require_str"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,13 @@ def require_bool(name: str, value: object, *, optional: bool = False) -> None:
     """Refuses anything but True and False: an integer is more likely a mistake than a flag."""
     if not isinstance(value, bool) and (value is not None or not optional):
         raise _wrong_type(name, value, "a bool or None" if optional else "a bool")
+
+
+def require_instance(name: str, value: object, kind: type[T]) -> T:
+    """`value`, if it is a `kind`."""
+    if not isinstance(value, kind):
+        raise _wrong_type(name, value, f"a {kind.__name__}")
+    return value
 
 
 def require_int_in(name: str, value: object, low: int, high: int) -> None:

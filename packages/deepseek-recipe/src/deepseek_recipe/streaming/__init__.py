@@ -1,6 +1,6 @@
 """The output side: what an engine generates becomes the events, or the complete response, of one of three APIs.
 
-    engine chunks ─▶ StreamProcessor ─▶ events ─▶ server-sent events, or `accumulate` of a response
+engine chunks ─▶ StreamProcessor ─▶ events ─▶ server-sent events, or `accumulate` of a response
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Chat Completions: chunks of a stream, and the complete response.
 
-    start  {"role": "assistant", "content": null, "reasoning_content": ""}      thinking
-           {"role": "assistant", "content": ""}                                 not thinking
-    parts  {"content": null, "reasoning_content": "..."}   {"content": "...", "reasoning_content": null}
-           {"tool_calls": [{"index": 0, "id": ..., "type": "function", "function": {"name": ..., "arguments": ""}}]}
-           {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
-    end    {"content": "", "reasoning_content": null}      with finish_reason and usage
+start  {"role": "assistant", "content": null, "reasoning_content": ""}      thinking
+       {"role": "assistant", "content": ""}                                 not thinking
+parts  {"content": null, "reasoning_content": "..."}   {"content": "...", "reasoning_content": null}
+       {"tool_calls": [{"index": 0, "id": ..., "type": "function", "function": {"name": ..., "arguments": ""}}]}
+       {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
+end    {"content": "", "reasoning_content": null}      with finish_reason and usage
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ class ChatCompletionResponse(Response[ChatCompletionChunk]):
         self._usage = data.get("usage") or self._usage
         for choice in data.get("choices", ()):
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
-            for field, entries in (choice.get("logprobs") or {}).items():
+            logprobs: Mapping[str, list[Any]] = choice.get("logprobs") or {}
+            for field, entries in logprobs.items():
                 self._logprobs.setdefault(field, []).extend(entries)
             delta = choice.get("delta", {})
             for field in ("content", "reasoning_content"):

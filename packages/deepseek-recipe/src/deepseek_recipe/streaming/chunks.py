@@ -1,8 +1,8 @@
 """What an engine sends: `ready` once, then `text` or `tokens` as they come, then `finish`.
 
-    InferenceChunk.ready(prompt_usage=PromptUsage(prompt_tokens=10, prompt_cache_hit_tokens=4))
-    InferenceChunk.text("Hel", token_count=1)      or      InferenceChunk.tokens([23166])
-    InferenceChunk.finish(InferenceFinishReason.Stop)
+InferenceChunk.ready(prompt_usage=PromptUsage(prompt_tokens=10, prompt_cache_hit_tokens=4))
+InferenceChunk.text("Hel", token_count=1)      or      InferenceChunk.tokens([23166])
+InferenceChunk.finish(InferenceFinishReason.Stop)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, Literal, cast
 
+from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.enums import InferenceFinishReason
 
 __all__ = ["ChunkKind", "InferenceChunk", "PromptUsage", "TokenLogprobs"]
@@ -79,9 +80,9 @@ class InferenceChunk:
     def ready(*, prompt_usage: PromptUsage | None = None, system_fingerprint: str | None = None) -> InferenceChunk:
         """The engine has accepted the prompt. Without `prompt_usage` its counts are 0."""
         if prompt_usage is not None:
-            _require("prompt_usage", prompt_usage, PromptUsage)
+            require_instance("prompt_usage", prompt_usage, PromptUsage)
         if system_fingerprint is not None:
-            _require("system_fingerprint", system_fingerprint, str).encode()
+            require_str("system_fingerprint", system_fingerprint)
         chunk = InferenceChunk._empty("ready")
         chunk.prompt_usage = PromptUsage() if prompt_usage is None else prompt_usage
         chunk.system_fingerprint = system_fingerprint
@@ -93,8 +94,7 @@ class InferenceChunk:
 
         Raises: UnicodeEncodeError for lone surrogates, OverflowError for a count outside [0, 2**64).
         """
-        if not _require("content", content, str).isascii():
-            content.encode()  # raises on lone surrogates, which JSON in UTF-8 cannot carry
+        require_str("content", content)  # lone surrogates too: JSON in UTF-8 cannot carry them
         chunk = InferenceChunk._empty("text")
         chunk.content = content
         chunk.token_count = checked_int("token_count", token_count, _MAX_COUNT)
@@ -117,7 +117,7 @@ class InferenceChunk:
     def finish(finish_reason: InferenceFinishReason) -> InferenceChunk:
         """The engine has stopped, and why."""
         chunk = InferenceChunk._empty("finish")
-        chunk.finish_reason = _require("finish_reason", finish_reason, InferenceFinishReason)
+        chunk.finish_reason = require_instance("finish_reason", finish_reason, InferenceFinishReason)
         return chunk
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,10 +150,10 @@ class InferenceChunk:
         if kind == "tokens":
             return InferenceChunk.tokens(**settings)
         if kind == "finish":
-            name = settings.get("finish_reason")
-            if name not in InferenceFinishReason.__members__:
-                raise ValueError(f"finish_reason must be one of {', '.join(InferenceFinishReason.__members__)}, not {name!r}")
-            return InferenceChunk.finish(InferenceFinishReason[name])
+            name, names = str(settings.get("finish_reason")), InferenceFinishReason.__members__
+            if name not in names:
+                raise ValueError(f"finish_reason must be one of {', '.join(names)}, not {name!r}")
+            return InferenceChunk.finish(names[name])
         raise ValueError(f"kind must be one of ready, text, tokens, finish, not {kind!r}")
 
     def __eq__(self, other: object) -> bool:
@@ -176,12 +176,6 @@ def checked_int(name: str, value: object, limit: int) -> int:
     if not 0 <= number <= limit:
         raise OverflowError(f"{name} must be between 0 and {limit}, not {number}")
     return number
-
-
-def _require(name: str, value: object, kind: type[Any]) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
 
 
 def _sequence(name: str, value: object) -> Sequence[Any]:

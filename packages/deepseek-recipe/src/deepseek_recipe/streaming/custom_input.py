@@ -1,7 +1,7 @@
 r"""The raw input of a custom tool, read out of its JSON arguments while they are being written.
 
-    {"input": "*** Begin\nPatch"}      ─▶  *** Begin⏎Patch          unescaped; what follows the string is ignored
-    {"other": 1}                       ─▶  {"other": 1}             anything else stays as it is
+{"input": "*** Begin\nPatch"}      ─▶  *** Begin⏎Patch          unescaped; what follows the string is ignored
+{"other": 1}                       ─▶  {"other": 1}             anything else stays as it is
 """
 
 from __future__ import annotations

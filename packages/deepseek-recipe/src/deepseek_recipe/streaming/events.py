@@ -1,7 +1,7 @@
 r"""Events: one JSON object each, built for streams in which nearly all of them differ in one string only.
 
-    delta event = head + JSON string of the text + tail + end    head and tail are made once a stream
-    any other   = a dictionary, written when it is asked for
+delta event = head + JSON string of the text + tail + end    head and tail are made once a stream
+any other   = a dictionary, written when it is asked for
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the three event generators have in common: identity, clock, call ids, and being consumed once.
 
-    call id = call_ + index (two digits) + _ + [ET_] + 20 letters or digits + 4 digits
-              ET: thinking was on and no reasoning was written, which `ReasoningContentBehavior.Reject` reads back
+call id = call_ + index (two digits) + _ + [ET_] + 20 letters or digits + 4 digits
+          ET: thinking was on and no reasoning was written, which `ReasoningContentBehavior.Reject` reads back
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from deepseek_recipe.checks import require_bool, require_str
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.events import StreamEvent
 from deepseek_recipe.streaming.parser import Part
@@ -41,12 +42,9 @@ class ChunkGenerator(ABC):
     _call_suffix: Callable[[int], str] = staticmethod(random_call_suffix)
 
     def __init__(self, id: str, model: str, thinking_mode: bool) -> None:  # noqa: A002  (the name is part of the API)
-        for name, value in (("id", id), ("model", model)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a str, not {type(value).__name__}")
-            value.encode()  # raises on lone surrogates
-        if not isinstance(thinking_mode, bool):
-            raise TypeError(f"thinking_mode must be a bool, not {type(thinking_mode).__name__}")
+        require_str("id", id)
+        require_str("model", model)
+        require_bool("thinking_mode", thinking_mode)
         self._id = id
         self._model = model
         self._is_thinking = thinking_mode

@@ -14,13 +14,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from json.encoder import encode_basestring
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from deepseek_recipe.json_text import JsonTextError, loads
 from deepseek_recipe.streaming.custom_input import CustomInput
 from deepseek_recipe.streaming.events import DeltaShape
 
-__all__ = ["CustomCallItem", "EventFields", "FunctionCallItem", "Item", "MessageItem", "ReasoningItem", "SearchCallItem"]
+__all__ = [
+    "CustomCallItem",
+    "EventFields",
+    "FunctionCallItem",
+    "Item",
+    "MessageItem",
+    "ReasoningItem",
+    "SearchCallItem",
+]
 
 EventFields = tuple[str, dict[str, Any]]
 
@@ -226,7 +234,7 @@ class SearchCallItem(_CallItem):
 
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
-        value = loads(text)
+        value: object = loads(text)
     except JsonTextError:
         return None
-    return value if isinstance(value, dict) else None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

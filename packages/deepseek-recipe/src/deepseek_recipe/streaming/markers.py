@@ -87,7 +87,7 @@ class State:
     a run.
     """
 
-    __slots__ = ("candidates", "matched", "new_runs", "progress", "runs", "special", "tokens", "text")
+    __slots__ = ("candidates", "matched", "new_runs", "progress", "runs", "special", "text", "tokens")
 
     def __init__(
         self, candidates: tuple[tuple[int, bool], ...], new_runs: tuple[int, ...], markers: Sequence[Marker]
@@ -108,7 +108,9 @@ class MarkerSet:
     def __init__(self, markers: Sequence[Marker]) -> None:
         self.markers = tuple(markers)
         self._alphabet = frozenset("".join(m.literal for m in markers)) | {"\n"}
-        starts = {m.literal[0] for m in markers} | ({"\n"} if any(m.after_newlines for m in markers) else set())
+        starts = {marker.literal[0] for marker in markers}
+        if any(marker.after_newlines for marker in markers):
+            starts.add("\n")
         # Search for the first character that can begin a marker. `(?!)` never matches.
         pattern = f"[{''.join(map(re.escape, sorted(starts)))}]" if starts else "(?!)"
         self.find_start: Callable[..., re.Match[str] | None] = re.compile(pattern).search

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deepseek_recipe.checks import require_str
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.json_text import JsonTextError, loads
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
@@ -54,8 +55,7 @@ class MessagesChunkGenerator(ChunkGenerator):
 
     def with_signature(self, signature: str) -> MessagesChunkGenerator:
         """Consume this generator; the new one ends thinking blocks with `signature` instead of the response id."""
-        if not isinstance(signature, str):
-            raise TypeError(f"signature must be a str, not {type(signature).__name__}")
+        require_str("signature", signature)
         generator = self.take()
         generator._signature = signature
         return generator
@@ -77,7 +77,7 @@ class MessagesChunkGenerator(ChunkGenerator):
         kind, text, _ = part
         events: list[MessagesStreamEvent] = []
         if kind is PartKind.CALL:
-            call = {"type": "tool_use", "id": self._next_call_id(), "name": text, "input": {}}
+            call: dict[str, Any] = {"type": "tool_use", "id": self._next_call_id(), "name": text, "input": {}}
             return self._close_block() + self._open_block(PartKind.ARGUMENTS, call)
         if kind is PartKind.REASONING and self._open_kind is not kind:
             events += self._close_block()
@@ -151,7 +151,13 @@ class MessagesResponse(Response[MessagesStreamEvent]):
         elif kind == "content_block_start":
             self._blocks.append((dict(data["content_block"]), []))
         elif kind == "content_block_delta":
-            self._add_delta(self._blocks[data["index"]], data["delta"])
+            index: int = data["index"]
+            block, pieces = self._blocks[index]
+            delta: Mapping[str, Any] = data["delta"]
+            if delta["type"] == "signature_delta":
+                block["signature"] = delta["signature"]
+            else:
+                pieces.append(next(delta[field] for name, field in _DELTAS.values() if name == delta["type"]))
         elif kind == "content_block_stop":
             self._finish_block(data["index"])
         elif kind == "message_delta":
@@ -164,21 +170,12 @@ class MessagesResponse(Response[MessagesStreamEvent]):
             for block, pieces in self._blocks
         ]
         stop = self._stop
-        return _message(
-            self._id, self._model, content, stop.get("stop_reason"), stop.get("stop_sequence"), self._usage
-        )
+        return _message(self._id, self._model, content, stop.get("stop_reason"), stop.get("stop_sequence"), self._usage)
 
     def _finish_block(self, index: int) -> None:
         block, pieces = self._blocks[index]
         if block["type"] == "tool_use":
             block["input"] = parsed_arguments("".join(pieces))
-
-    @staticmethod
-    def _add_delta(block: tuple[dict[str, Any], list[str]], delta: Mapping[str, Any]) -> None:
-        if delta["type"] == "signature_delta":
-            block[0]["signature"] = delta["signature"]
-        else:
-            block[1].append(next(delta[field] for kind, field in _DELTAS.values() if kind == delta["type"]))
 
 
 def _event(event_type: str, **fields: Any) -> MessagesStreamEvent:

@@ -14,14 +14,14 @@ The last two settings go beyond the official bindings and leave their behaviour 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, get_args
 
+from deepseek_recipe.checks import require_bool, require_instance, require_list, require_str
 from deepseek_recipe.enums import ThinkingInitialStage
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialToken, SpecialTokens
 
 __all__ = ["LeakedMarkup", "MalformedCalls", "ParsingOptions"]
 
-_T = TypeVar("_T")
 MalformedCalls = Literal["keep", "repair", "reject"]
 LeakedMarkup = Literal["keep", "suppress"]
 
@@ -74,7 +74,8 @@ class ParsingOptions:
 
     @parse_tool_calls.setter
     def parse_tool_calls(self, value: bool) -> None:
-        self._parse_tool_calls = _checked("parse_tool_calls", value, bool)
+        require_bool("parse_tool_calls", value)
+        self._parse_tool_calls = value
 
     @property
     def starts_in_tool_calls(self) -> bool:
@@ -83,7 +84,8 @@ class ParsingOptions:
 
     @starts_in_tool_calls.setter
     def starts_in_tool_calls(self, value: bool) -> None:
-        self._starts_in_tool_calls = _checked("starts_in_tool_calls", value, bool)
+        require_bool("starts_in_tool_calls", value)
+        self._starts_in_tool_calls = value
 
     @property
     def parse_json_output(self) -> bool:
@@ -92,7 +94,8 @@ class ParsingOptions:
 
     @parse_json_output.setter
     def parse_json_output(self, value: bool) -> None:
-        self._parse_json_output = _checked("parse_json_output", value, bool)
+        require_bool("parse_json_output", value)
+        self._parse_json_output = value
 
     @property
     def thinking_initial_stage(self) -> ThinkingInitialStage | None:
@@ -102,7 +105,7 @@ class ParsingOptions:
     @thinking_initial_stage.setter
     def thinking_initial_stage(self, value: ThinkingInitialStage | None) -> None:
         self._thinking_initial_stage = (
-            None if value is None else _checked("thinking_initial_stage", value, ThinkingInitialStage)
+            None if value is None else require_instance("thinking_initial_stage", value, ThinkingInitialStage)
         )
 
     @property
@@ -112,11 +115,10 @@ class ParsingOptions:
 
     @stop_sequences.setter
     def stop_sequences(self, value: Sequence[str]) -> None:
-        untyped: object = value
-        if isinstance(untyped, (str, bytes)) or not isinstance(untyped, Sequence):
-            raise TypeError(f"stop_sequences must be a sequence of str, not {type(untyped).__name__}")
-        items = cast("Sequence[object]", untyped)
-        self._stop_sequences = tuple(_checked(f"stop_sequences[{i}]", item, str) for i, item in enumerate(items))
+        stops = tuple(require_list("stop_sequences", value, str))
+        for i, stop in enumerate(stops):
+            require_str(f"stop_sequences[{i}]", stop)
+        self._stop_sequences = stops
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -125,7 +127,7 @@ class ParsingOptions:
 
     @special_tokens.setter
     def special_tokens(self, value: SpecialTokens) -> None:
-        self._special_tokens = _checked("special_tokens", value, SpecialTokens)
+        self._special_tokens = require_instance("special_tokens", value, SpecialTokens)
 
     @property
     def malformed_calls(self) -> MalformedCalls:
@@ -134,7 +136,8 @@ class ParsingOptions:
 
     @malformed_calls.setter
     def malformed_calls(self, value: MalformedCalls) -> None:
-        self._malformed_calls = cast("MalformedCalls", _one_of("malformed_calls", value, get_args(MalformedCalls)))
+        _one_of("malformed_calls", value, get_args(MalformedCalls))
+        self._malformed_calls: MalformedCalls = value
 
     @property
     def leaked_markup(self) -> LeakedMarkup:
@@ -143,7 +146,8 @@ class ParsingOptions:
 
     @leaked_markup.setter
     def leaked_markup(self, value: LeakedMarkup) -> None:
-        self._leaked_markup = cast("LeakedMarkup", _one_of("leaked_markup", value, get_args(LeakedMarkup)))
+        _one_of("leaked_markup", value, get_args(LeakedMarkup))
+        self._leaked_markup: LeakedMarkup = value
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-compatible values; `from_dict` reads them back."""
@@ -183,12 +187,6 @@ class ParsingOptions:
         default = ParsingOptions()
         changed = [name for name in default.to_dict() if getattr(self, name) != getattr(default, name)]
         return f"ParsingOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
-
-
-def _checked(name: str, value: object, kind: type[_T]) -> _T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class _Unit:
-    """Text that arrived together, with the parts that are known so far. `is_assigned`: an empty unit found its place."""
+    """Text that arrived together and the parts known so far. `is_assigned`: an empty unit has found its place."""
 
     __slots__ = ("end", "is_assigned", "logprobs", "parts", "start", "text")
 
@@ -225,7 +225,7 @@ class OutputParser:
             self._finished_units.append(units.popleft())
 
     def _take_parts(self) -> list[Part]:
-        """Remove and return what can be emitted: all parts of finished units, all but the last of the first open one."""
+        """Remove and return what can be emitted: finished units, and the first open one without its last part."""
         if self.stop_sequence is not None:
             self._finished_units += self._open_units
             self._open_units.clear()

@@ -1,15 +1,16 @@
 """`StreamProcessor`: engine chunks in, events of one API out.
 
-    ready ─────────────────────────────▶ generator.start
-    text ──▶ parser ──▶ parts ─────────▶ generator.part      (or, for plain text, straight to generator.delta)
-    tokens ──▶ decoder ──▶ units ──▶ parser ...
-    finish · end of input · stop ──────▶ flush, generator.finish
+ready ─────────────────────────────▶ generator.start
+text ──▶ parser ──▶ parts ─────────▶ generator.part      (or, for plain text, straight to generator.delta)
+tokens ──▶ decoder ──▶ units ──▶ parser ...
+finish · end of input · stop ──────▶ flush, generator.finish
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from deepseek_recipe.checks import require_instance
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.chunks import InferenceChunk, PromptUsage
 from deepseek_recipe.streaming.decoder import DecodedUnit, TokenDecoder
@@ -45,13 +46,13 @@ class StreamProcessor:
     Raises: TypeError for arguments of a wrong type, RuntimeError for a generator that was consumed before.
     """
 
-    def __init__(self, generator: ChunkGenerator, options: ParsingOptions, tokenizer: StreamTokenizer | None = None) -> None:
-        if not isinstance(generator, ChunkGenerator):
-            raise TypeError(f"generator must be a chunk generator, not {type(generator).__name__}")
-        if not isinstance(options, ParsingOptions):
-            raise TypeError(f"options must be ParsingOptions, not {type(options).__name__}")
-        if tokenizer is not None and not isinstance(tokenizer, StreamTokenizer):
-            raise TypeError(f"tokenizer must be a Tokenizer, not {type(tokenizer).__name__}")
+    def __init__(
+        self, generator: ChunkGenerator, options: ParsingOptions, tokenizer: StreamTokenizer | None = None
+    ) -> None:
+        require_instance("generator", generator, ChunkGenerator)
+        require_instance("options", options, ParsingOptions)
+        if tokenizer is not None:
+            require_instance("tokenizer", tokenizer, StreamTokenizer)
         self._generator = generator.take()
         self._parser = OutputParser(options)
         self._tokenizer = tokenizer
@@ -95,11 +96,10 @@ class StreamProcessor:
                     if kind is PartKind.REASONING and self._reasoning is not None:
                         self._reasoning.append(text)
                     return [event]
-        if not isinstance(chunk, InferenceChunk):
-            raise TypeError(f"chunk must be an InferenceChunk, not {type(chunk).__name__}")
+        require_instance("chunk", chunk, InferenceChunk)
         self._require_open()
         if self._is_finished:
-            raise RuntimeError("this stream processor has finished; stop pulling from the engine once `finished` is true")
+            raise RuntimeError("this stream processor has finished; stop pulling once `finished` is true")
         try:
             return self._process(chunk)
         except BaseException:
@@ -186,9 +186,7 @@ class StreamProcessor:
 
     def _usage(self, reasoning_tokens: int | None) -> Usage:
         prompt = self._prompt_usage
-        return Usage(
-            prompt.prompt_tokens, prompt.prompt_cache_hit_tokens, self._completion_tokens, reasoning_tokens
-        )
+        return Usage(prompt.prompt_tokens, prompt.prompt_cache_hit_tokens, self._completion_tokens, reasoning_tokens)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
+from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.json_text import compact
 from deepseek_recipe.streaming.chunks import checked_int
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
@@ -26,9 +27,8 @@ class Response(ABC, Generic[_EventT]):
     _done_data: ClassVar[str | None] = None
 
     def __init__(self, id: str, model: str, created: int, prompt_tokens: int, prompt_cache_hit_tokens: int) -> None:  # noqa: A002
-        for name, value in (("id", id), ("model", model)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+        require_str("id", id)
+        require_str("model", model)
         self._id = id
         self._model = model
         self._created_s = checked_int("created", created, _MAX_COUNT)
@@ -53,7 +53,7 @@ class Response(ABC, Generic[_EventT]):
 
         Raises: TypeError for an event of another API.
         """
-        cls._check(chunk)
+        require_instance("chunk", chunk, cls._event_class)
         return chunk.name or None
 
     @classmethod
@@ -62,13 +62,8 @@ class Response(ABC, Generic[_EventT]):
         return cls._done_data
 
     @classmethod
-    def _check(cls, chunk: object) -> None:
-        if not isinstance(chunk, cls._event_class):
-            raise TypeError(f"chunk must be a {cls._event_class.__name__}, not {type(chunk).__name__}")
-
-    @classmethod
     def _consume(cls, chunk: _EventT) -> tuple[DeltaShape | None, str, Mapping[str, Any]]:
-        cls._check(chunk)
+        require_instance("chunk", chunk, cls._event_class)
         return chunk.consume()
 
     def __eq__(self, other: object) -> bool:

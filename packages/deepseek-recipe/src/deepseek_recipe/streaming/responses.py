@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Protocol
 
+from deepseek_recipe.checks import require_list
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.decoder import shortest_float32
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
@@ -41,7 +42,7 @@ class Echo(Protocol):
     """The settings of a request that its response repeats."""
 
     def to_dict(self) -> Mapping[str, Any]:
-        """instructions, max_output_tokens, reasoning, temperature, text, tool_choice, tools, top_logprobs, top_p, user."""
+        """The values of the keys that `_UNSPECIFIED` lists."""
         ...
 
 
@@ -95,9 +96,10 @@ class ResponsesChunkGenerator(ChunkGenerator):
         """Consume this generator; the new one splits the names in the map into (namespace, local name)."""
         names: dict[str, tuple[str, str]] = {}
         for name, pair in namespace_tool_map.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
+            words = require_list(f"namespace_tool_map[{name!r}]", pair, str)
+            if len(words) != 2:
                 raise TypeError(f"namespace_tool_map[{name!r}] must be (namespace, local name), not {pair!r}")
-            names[name] = pair
+            names[name] = (words[0], words[1])
         generator = self.take()
         generator._namespaces = names
         return generator
@@ -245,7 +247,8 @@ class ResponsesResponse(Response[ResponsesStreamEvent]):
         index = data.get("output_index", 0)
         if "response" in data:
             self._response = dict(data["response"])
-            self._items = dict(enumerate(self._response["output"]))
+            output: list[dict[str, Any]] = self._response["output"]
+            self._items = dict(enumerate(output))
             self._pieces.clear()
         elif "item" in data:
             self._items[index] = data["item"]

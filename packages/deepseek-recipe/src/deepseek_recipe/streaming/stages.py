@@ -155,9 +155,7 @@ def _build(
 
 def _json_openings() -> list[Rule]:
     fences = [Rule(Marker(f"{_FENCE}{language}\n"), StageName.JSON) for language in ("json", "")]
-    return fences + [
-        Rule(Marker(bracket), StageName.JSON, Effect.EMIT, bracket, PartKind.CONTENT) for bracket in "{["
-    ]
+    return fences + [Rule(Marker(bracket), StageName.JSON, Effect.EMIT, bracket, PartKind.CONTENT) for bracket in "{["]
 
 
 def _call_stages(dsml: str) -> list[Stage]:

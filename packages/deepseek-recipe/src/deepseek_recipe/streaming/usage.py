@@ -1,6 +1,6 @@
 """Token counts of a response, in the words of the three APIs.
 
-    prompt = hit + miss          total = prompt + completion          reasoning ≤ completion, if it is known
+prompt = hit + miss          total = prompt + completion          reasoning ≤ completion, if it is known
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What every token id spells, looked up once: the decoding half of a byte-level tokenizer.json.
 
-    ordinary id ─▶ bytes        the vocabulary writes each byte as one printable character (GPT-2's table)
-    added id    ─▶ its spelling, which stands alone
-    unknown id  ─▶ no bytes
+ordinary id ─▶ bytes        the vocabulary writes each byte as one printable character (GPT-2's table)
+added id    ─▶ its spelling, which stands alone
+unknown id  ─▶ no bytes
 """
 
 from __future__ import annotations

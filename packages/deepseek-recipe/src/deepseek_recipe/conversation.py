@@ -233,7 +233,9 @@ class Conversation(msgspec.Struct, frozen=True):
     response_regex: str | None = None
 
     def __post_init__(self) -> None:
-        force_setattr(self, "messages", [] if self.messages is None else require_list("messages", self.messages, Message))
+        force_setattr(
+            self, "messages", [] if self.messages is None else require_list("messages", self.messages, Message)
+        )
         require_bool("thinking_mode", self.thinking_mode)
         force_setattr(self, "tools", [] if self.tools is None else require_list("tools", self.tools, ToolDefinition))
         _require_one_of("tool_choice", self.tool_choice, ("auto", "none", "required"))

@@ -196,7 +196,9 @@ _Separators = tuple[str, str]
 _SPACED: _Separators = (", ", ": ")
 _COMPACT: _Separators = (",", ":")
 _ENCODERS = {
-    separators: json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=separators).encode
+    separators: json.JSONEncoder(
+        ensure_ascii=False, check_circular=False, allow_nan=False, separators=separators
+    ).encode
     for separators in (_SPACED, _COMPACT)
 }
 _quoted = json.JSONEncoder(ensure_ascii=False).encode

@@ -132,11 +132,11 @@ class PromptEncoding:
     def _write_calls(self, calls: Iterable[ToolCall], out: PromptBuilder, *, empty_arguments: str) -> None:
         r"""Writes the block of calls of an assistant turn.
 
-            \n\n<|DSML|tool_calls>
-            <|DSML|invoke name="f">
-            <|DSML|parameter name="a" string="true">text</|DSML|parameter>
-            </|DSML|invoke>
-            </|DSML|tool_calls>
+        \n\n<|DSML|tool_calls>
+        <|DSML|invoke name="f">
+        <|DSML|parameter name="a" string="true">text</|DSML|parameter>
+        </|DSML|invoke>
+        </|DSML|tool_calls>
         """
         block, invoke, parameter = self.dsml_tags
         dsml = self._dsml

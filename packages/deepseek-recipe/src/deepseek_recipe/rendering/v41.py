@@ -1,11 +1,11 @@
 r"""The prompt of DeepSeek V4.1 Flash.
 
-    <bos> [<System> preamble system-text tools-block format-block updated-tools]  turns  <Assistant> <think> | </think>
+<bos> [<System> preamble system-text tools-block format-block updated-tools]  turns  <Assistant> <think> | </think>
 
-    user, tool       <User> text [\n\n text ...]       neighbours of both kinds share one <User>
-    system           <System> text updated-tools       where it stands
-    latest_reminder  <latest_reminder> text            only the first of several in a row
-    assistant        <Assistant> thinking text calls <eos>
+user, tool       <User> text [\n\n text ...]       neighbours of both kinds share one <User>
+system           <System> text updated-tools       where it stands
+latest_reminder  <latest_reminder> text            only the first of several in a row
+assistant        <Assistant> thinking text calls <eos>
 """
 
 from __future__ import annotations

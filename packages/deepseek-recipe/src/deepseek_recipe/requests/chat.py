@@ -1,10 +1,10 @@
 """Chat Completions requests.
 
-    system | developer*   instructions          content: text, or parts joined by a blank line
-    user                  what the user says    images become a placeholder and an image source
-    assistant             content, reasoning_content, tool_calls; on the last message `prefix` asks to be continued
-    tool                  one result for every call of the assistant message before it
-    latest_reminder       a reminder                                                         (* extended dialect)
+system | developer*   instructions          content: text, or parts joined by a blank line
+user                  what the user says    images become a placeholder and an image source
+assistant             content, reasoning_content, tool_calls; on the last message `prefix` asks to be continued
+tool                  one result for every call of the assistant message before it
+latest_reminder       a reminder                                                         (* extended dialect)
 """
 
 from __future__ import annotations

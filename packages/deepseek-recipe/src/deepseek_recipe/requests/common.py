@@ -120,9 +120,7 @@ def resolve_max_tokens(
     """The requested number of tokens, which must be in [1, bound of the mode]; `clamp` lowers a larger one instead."""
     if value is None:
         return None
-    bound = (
-        options.thinking_max_tokens_upper_bound if thinking.is_on else options.non_thinking_max_tokens_upper_bound
-    )
+    bound = options.thinking_max_tokens_upper_bound if thinking.is_on else options.non_thinking_max_tokens_upper_bound
     if value < 1 or (value > bound and not clamp):
         raise ConversionError(f"{field}: {value} is outside the range [1, {bound}]")
     return min(value, bound)
@@ -258,7 +256,9 @@ def settle_reasoning(
     if thinking.is_on and behavior is ReasoningContentBehavior.Reject:
         _check_reasoning(messages, field)
     wanted = "" if thinking.is_on else None
-    return [_with_reasoning(message, wanted) if isinstance(message, AssistantMessage) else message for message in messages]
+    return [
+        _with_reasoning(message, wanted) if isinstance(message, AssistantMessage) else message for message in messages
+    ]
 
 
 def _with_reasoning(message: AssistantMessage, wanted: str | None) -> AssistantMessage:

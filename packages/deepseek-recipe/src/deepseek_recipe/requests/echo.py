@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 from deepseek_recipe.requests import wire_responses as wire
 from deepseek_recipe.requests.wire import as_f32
 
-__all__ = ["ResponsesEcho", "echo_of", "shortest_f32"]
+__all__ = ["ResponsesEcho", "echo_of"]
 
 
 class ResponsesEcho(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,10 +30,9 @@ class ResponsesEcho(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values; single-precision numbers with their shortest digits."""
-        values = msgspec.structs.asdict(self)
-        return {**values, "temperature": shortest_f32(self.temperature), "top_p": shortest_f32(self.top_p)}
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return msgspec.structs.asdict(self)
 
 
 def echo_of(body: wire.ResponsesBody, tools: Sequence[wire.Tool | None]) -> ResponsesEcho:
@@ -53,15 +51,3 @@ def echo_of(body: wire.ResponsesBody, tools: Sequence[wire.Tool | None]) -> Resp
         tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
         tools=[msgspec.to_builtins(tool) for tool in tools if tool is not None],
     )
-
-
-def shortest_f32(value: float) -> float:
-    """The double with the fewest digits that is `value` in single precision: 0.3 for 0.30000001192092896."""
-    if value != as_f32(value):
-        return value
-    packed = struct.pack("<f", value)
-    for digits in range(1, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", as_f32(short)) == packed:
-            return short
-    return value

@@ -1,10 +1,10 @@
 """Messages requests.
 
-    system            the first system message; blocks of billing headers are dropped
-    user blocks       tool results first, covering the calls of the message before; then every text or image block is a
-                      user message of its own
-    assistant blocks  texts, reasoning and calls of one assistant message
-    system blocks     a system message, with the tools that `tool_addition` makes known
+system            the first system message; blocks of billing headers are dropped
+user blocks       tool results first, covering the calls of the message before; then every text or image block is a
+                  user message of its own
+assistant blocks  texts, reasoning and calls of one assistant message
+system blocks     a system message, with the tools that `tool_addition` makes known
 """
 
 from __future__ import annotations

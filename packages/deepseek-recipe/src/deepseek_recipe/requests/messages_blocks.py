@@ -101,9 +101,7 @@ class BlockConverter:
                 raise ConversionError(f"{path}.content[{index}]: tool_result blocks must come first in their message")
             part_path = f"{path}.content[{index}]"
             content = self._content([block], part_path, lambda _, place=part_path: place)
-            out.append(
-                UserMessage(content.text, content.sources, content.image_token, content.offsets)
-            )
+            out.append(UserMessage(content.text, content.sources, content.image_token, content.offsets))
         if self._referenced:
             names = dict.fromkeys(self._referenced)
             known = [self._active[name] for name in names if name in self._active]

@@ -1,12 +1,12 @@
 """Responses requests.
 
-    instructions                      the first system message
-    message                           user, assistant, system (developer is system)
-    reasoning, assistant messages,    one assistant message, as long as they come in this order
-      calls of any kind
-    outputs of the calls              tool messages in the order of the calls, directly behind them
-    tools found by a search           a system message that makes them known, behind the outputs
-    anything else                     skipped
+instructions                      the first system message
+message                           user, assistant, system (developer is system)
+reasoning, assistant messages,    one assistant message, as long as they come in this order
+  calls of any kind
+outputs of the calls              tool messages in the order of the calls, directly behind them
+tools found by a search           a system message that makes them known, behind the outputs
+anything else                     skipped
 """
 
 from __future__ import annotations

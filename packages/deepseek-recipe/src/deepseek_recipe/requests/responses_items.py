@@ -57,9 +57,7 @@ class AssistantTurn:
 class ItemConverter:
     """Groups items into messages and collects the tools that searches found."""
 
-    def __init__(
-        self, version: ModelVersion, options: ConversionOptions, names: ToolNames, *, extended: bool
-    ) -> None:
+    def __init__(self, version: ModelVersion, options: ConversionOptions, names: ToolNames, *, extended: bool) -> None:
         self._shows_images = version is not ModelVersion.DeepseekV4Pro
         self._image = options.special_tokens.token(SpecialToken.Image)
         self._options = options
@@ -118,9 +116,7 @@ class ItemConverter:
             content = self._content(item.content, path)
             kind = UserMessage if item.role == "user" else SystemMessage
             self._out.append(
-                kind(
-                    content.text, content.sources, image_token=content.image_token, image_offsets=content.offsets
-                )
+                kind(content.text, content.sources, image_token=content.image_token, image_offsets=content.offsets)
             )
 
     def _open_turn(self) -> AssistantTurn:

@@ -1,7 +1,7 @@
 """Tools of Responses requests: functions, namespaces, the patch tool, client-side tool search.
 
-    {"type": "namespace", "name": "crm", "description": "CRM", "tools": [{"type": "function", "name": "find", ...}]}
-      -> crm::find, described as "CRM\\n" + its own description; a second one of the name is crm::find_1
+{"type": "namespace", "name": "crm", "description": "CRM", "tools": [{"type": "function", "name": "find", ...}]}
+  -> crm::find, described as "CRM\\n" + its own description; a second one of the name is crm::find_1
 """
 
 from __future__ import annotations

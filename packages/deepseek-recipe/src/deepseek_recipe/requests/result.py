@@ -179,4 +179,12 @@ class ConversationRequest:
         }
 
 
-_STRICT_INFERENCE_FIELDS = ("max_tokens", "temperature", "top_p", "logprobs", "top_logprobs", "seed", "output_constraint")
+_STRICT_INFERENCE_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "logprobs",
+    "top_logprobs",
+    "seed",
+    "output_constraint",
+)

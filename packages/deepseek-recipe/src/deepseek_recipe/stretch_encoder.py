@@ -1,0 +1,182 @@
+"""Encodes plain stretches of a prompt, fast: what was encoded before is remembered, whole and word by word.
+
+    stretch ─▶ remembered whole? ─▶ ids
+               └▶ chunks ─▶ pieces of the pre-tokenizer ─▶ remembered? ─▶ ids
+                                                           └▶ one batch to the backend ─▶ remember
+
+The ids are those of the backend on the whole stretch: pieces are encoded apart from each other anyway, and a chunk
+with an unsettled character, or with many new words, goes to the backend as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from tokenizers import Tokenizer as Backend
+
+from deepseek_recipe.pretokenize import Pretokenizer
+
+__all__ = ["StretchEncoder"]
+
+Ids = Sequence[int]
+
+_CHUNK_CHARS = 8_192
+_GROUP_CHARS = 16 * _CHUNK_CHARS  # what goes to the backend in one batch
+_MAX_WORDS = 131_072  # per generation of the word memory
+_MAX_WORD_CHARS = 64
+_NEW_WORDS_LIMIT = 3  # a chunk with more than one new word in three goes to the backend as a whole
+_MAX_PAUSE = 64
+_BYTES_PER_ID = 36  # an int and its place in a list
+_TEXT_OVERHEAD_BYTES = 160
+
+
+class StretchMemory:
+    """Stretch → ids, bounded by bytes: two generations, the older one is dropped when the younger is half full."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._generation_bytes = max_bytes // 2
+        self._young: dict[str, Ids] = {}
+        self._old: dict[str, Ids] = {}
+        self._young_bytes = 0
+
+    def get(self, text: str) -> Ids | None:
+        """The ids of a stretch, if they are remembered."""
+        ids = self._young.get(text)
+        if ids is None:
+            ids = self._old.get(text)
+            if ids is not None:
+                self.put(text, ids)
+        return ids
+
+    def put(self, text: str, ids: Ids) -> None:
+        """Remembers the ids of a stretch, unless it would fill a generation alone."""
+        size = 4 * len(text) + _BYTES_PER_ID * len(ids) + _TEXT_OVERHEAD_BYTES
+        if size > self._generation_bytes:
+            return
+        if self._young_bytes + size > self._generation_bytes:
+            self._old, self._young, self._young_bytes = self._young, {}, 0
+        self._young[text] = ids
+        self._young_bytes += size
+
+
+class StretchEncoder:
+    """Encodes with the added vocabulary off.
+
+    `piece_bytes` is how many bytes each id stands for. Without a `pretokenizer` every new stretch goes to the backend.
+    """
+
+    def __init__(
+        self, backend: Backend, pretokenizer: Pretokenizer | None, piece_bytes: list[int], cache_bytes: int
+    ) -> None:
+        self._backend = backend
+        self._pretokenizer = pretokenizer
+        self._piece_bytes = piece_bytes
+        self._stretches = StretchMemory(cache_bytes)
+        self._words: dict[str, Ids] = {}
+        self._old_words: dict[str, Ids] = {}
+        self._pause = 0  # chunks to leave to the backend, since the text does not repeat its words
+        self._next_pause = 1
+
+    def encode(self, stretches: Sequence[str]) -> list[Ids]:
+        """The ids of each stretch."""
+        remembered = self._stretches.get
+        found = [remembered(stretch) for stretch in stretches]
+        if None not in found:
+            return found  # pyright: ignore[reportReturnType]
+        new = list(dict.fromkeys(text for text, ids in zip(stretches, found, strict=True) if ids is None))
+        encoded = dict(zip(new, self._encode_new(new), strict=True))
+        for text, ids in encoded.items():
+            self._stretches.put(text, ids)
+        return [encoded[text] if ids is None else ids for text, ids in zip(stretches, found, strict=True)]
+
+    def _encode_new(self, stretches: Sequence[str]) -> list[Ids]:
+        pretokenizer = self._pretokenizer
+        if pretokenizer is None:
+            return self._from_backend(list(stretches))
+        chunks = [list(pretokenizer.chunks(text, _CHUNK_CHARS)) for text in stretches]
+        ids = iter(self._encode_chunks(list(chain.from_iterable(chunks)), pretokenizer))
+        return [next(ids) if len(own) == 1 else list(chain.from_iterable(next(ids) for _ in own)) for own in chunks]
+
+    def _encode_chunks(self, chunks: list[str], pretokenizer: Pretokenizer) -> list[Ids]:
+        out: list[Ids] = []
+        start = 0
+        while start < len(chunks):
+            end, num_chars = start, 0
+            while end < len(chunks) and (end == start or num_chars < _GROUP_CHARS):
+                num_chars += len(chunks[end])
+                end += 1
+            out.extend(self._encode_group(chunks[start:end], pretokenizer))
+            start = end
+        return out
+
+    def _encode_group(self, chunks: list[str], pretokenizer: Pretokenizer) -> list[Ids]:
+        """The ids of each chunk, with at most one call of the backend."""
+        words = self._words
+        pieces_of = [self._pieces(chunk, pretokenizer) for chunk in chunks]
+        whole: list[int] = []
+        new_words: dict[str, None] = {}
+        for index, pieces in enumerate(pieces_of):
+            if pieces is None:
+                whole.append(index)
+                continue
+            new = self._unknown(pieces)
+            if len(new) * _NEW_WORDS_LIMIT > len(pieces):
+                whole.append(index)
+                self._pause, self._next_pause = self._next_pause - 1, min(2 * self._next_pause, _MAX_PAUSE)
+            else:
+                new_words.update(new)
+                self._next_pause = 1
+        texts = [*new_words, *(chunks[index] for index in whole)]
+        encoded = self._from_backend(texts) if texts else []
+        words.update(zip(new_words, map(tuple, encoded), strict=False))
+        ids_of_whole = dict(zip(whole, encoded[len(new_words) :], strict=True))
+        out: list[Ids] = []
+        for index, pieces in enumerate(pieces_of):
+            ids = ids_of_whole.get(index)
+            if ids is None:
+                ids = list(chain.from_iterable(map(words.__getitem__, pieces or ())))
+            elif pieces is not None:
+                self._learn(pieces, ids)
+            out.append(ids)
+        if len(words) > _MAX_WORDS:
+            self._old_words, self._words = words, {}
+        return out
+
+    def _pieces(self, chunk: str, pretokenizer: Pretokenizer) -> list[str] | None:
+        if self._pause:
+            self._pause -= 1
+            return None
+        return pretokenizer.pieces(chunk)
+
+    def _unknown(self, pieces: list[str]) -> dict[str, None]:
+        """The pieces without remembered ids; those of the older generation are taken over."""
+        words, old_words = self._words, self._old_words
+        unknown = dict.fromkeys(piece for piece in pieces if piece not in words)
+        if old_words:
+            for piece in [piece for piece in unknown if piece in old_words]:
+                words[piece] = old_words[piece]
+                del unknown[piece]
+        return unknown
+
+    def _learn(self, pieces: list[str], ids: Ids) -> None:
+        """Remembers the pieces of a chunk that was encoded as a whole: each takes the ids that spell its bytes."""
+        words, piece_bytes = self._words, self._piece_bytes
+        start = 0
+        for piece in pieces:
+            known = words.get(piece)
+            if known is not None:
+                start += len(known)
+                continue
+            num_bytes = len(piece) if piece.isascii() else len(piece.encode())
+            end = start
+            while num_bytes > 0:
+                num_bytes -= piece_bytes[ids[end]]
+                end += 1
+            if len(piece) <= _MAX_WORD_CHARS:
+                words[piece] = tuple(ids[start:end])
+            start = end
+
+    def _from_backend(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]

@@ -10,7 +10,7 @@ import msgspec
 from deepseek_recipe.requests import wire_responses as wire
 from deepseek_recipe.requests.wire import as_f32
 
-__all__ = ["ResponsesEcho", "echo_of"]
+__all__ = ["ReplySettings", "ResponsesEcho", "echo_of", "reply_settings"]
 
 
 class ResponsesEcho(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,4 +50,25 @@ def echo_of(body: wire.ResponsesBody, tools: Sequence[wire.Tool | None]) -> Resp
         text=msgspec.to_builtins(text),
         tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
         tools=[msgspec.to_builtins(tool) for tool in tools if tool is not None],
+    )
+
+
+class ReplySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the events of a reply need of the request: its echo, and which calls take a form of their own."""
+
+    echo: ResponsesEcho = msgspec.field(default_factory=ResponsesEcho)
+    namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
+    custom_tools: frozenset[str] = frozenset()
+    searches_tools: bool = False
+
+
+def reply_settings(
+    body: wire.ResponsesBody, tools: Sequence[wire.Tool | None], namespaces: dict[str, tuple[str, str]]
+) -> ReplySettings:
+    """The settings of the reply to a parsed body."""
+    return ReplySettings(
+        echo=echo_of(body, tools),
+        namespaces=namespaces,
+        custom_tools=frozenset(tool.name for tool in tools if isinstance(tool, wire.CustomTool)),
+        searches_tools=any(isinstance(tool, wire.ToolSearchTool) and tool.execution == "client" for tool in tools),
     )

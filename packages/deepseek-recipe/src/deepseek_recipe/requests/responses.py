@@ -33,7 +33,7 @@ from deepseek_recipe.requests.common import (
     settle_reasoning,
     tools_constraint,
 )
-from deepseek_recipe.requests.echo import ResponsesEcho, echo_of
+from deepseek_recipe.requests.echo import ResponsesEcho, echo_of, reply_settings
 from deepseek_recipe.requests.extended import extended_inference
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest
@@ -103,7 +103,15 @@ class ResponsesRequest(ProtocolRequest[wire.ResponsesBody]):
 
         if not isinstance(request, ConversationRequest):
             raise TypeError(f"argument 'request' must be a ConversationRequest, not {type(request).__name__}")
-        return ResponsesChunkGenerator(id, model, request.conversation.thinking_mode)
+        settings = request.reply_settings
+        generator = ResponsesChunkGenerator(
+            id,
+            model,
+            request.conversation.thinking_mode,
+            custom_tools=settings.custom_tools,
+            searches_tools=settings.searches_tools,
+        )
+        return generator.with_namespace_tool_map(settings.namespaces).with_echo(settings.echo)
 
 
 def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> ConversationRequest:
@@ -157,6 +165,7 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
         inference_options=InferenceOptions(**inference),
         parsing_options=parsing,
         stream=bool(body.stream),
+        reply_settings=reply_settings(body, parsed.tools, namespace_map(parsed.tools)),
     )
 
 

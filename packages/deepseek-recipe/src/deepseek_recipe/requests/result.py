@@ -10,6 +10,7 @@ from deepseek_recipe.checks import require_int_in
 from deepseek_recipe.conversation import Conversation
 from deepseek_recipe.enums import ModelVersion
 from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.requests.echo import ReplySettings
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class ConversationRequest:
         self._parsing_options = ParsingOptions()
         self._stream = False
         self._include_usage = False
+        self._reply_settings = ReplySettings()
 
     @classmethod
     def converted(
@@ -86,6 +88,7 @@ class ConversationRequest:
         parsing_options: ParsingOptions,
         stream: bool,
         include_usage: bool = False,
+        reply_settings: ReplySettings | None = None,
     ) -> ConversationRequest:
         """A request with everything that a converter knows."""
         request = cls(conversation, model_version)
@@ -93,6 +96,7 @@ class ConversationRequest:
         request._parsing_options = parsing_options
         request._stream = stream
         request._include_usage = include_usage
+        request._reply_settings = reply_settings or ReplySettings()
         return request
 
     @property
@@ -124,6 +128,11 @@ class ConversationRequest:
     def include_usage(self) -> bool:
         """Whether a Chat stream carries the usage key in every chunk."""
         return self._include_usage
+
+    @property
+    def reply_settings(self) -> ReplySettings:
+        """What the events of a Responses reply need of the request."""
+        return self._reply_settings
 
     def resolve_max_tokens(self, prompt_tokens: int, context_limit: int) -> int:
         """How many tokens may be generated behind a prompt of `prompt_tokens` ids (images included).

@@ -1,7 +1,7 @@
 """Every error that a user of the engine can meet: one class a cause, one sentence that says what to do.
 
-All derive from `DeepInferError`. Those that report a bad value also derive from `ValueError`, those that report a missing
-file from `FileNotFoundError`, so that callers who don't know this module can still tell them apart.
+All derive from `DeepInferError`. Those that report a bad value also derive from `ValueError`, those that report a
+missing file from `FileNotFoundError`, so that callers who don't know this module can still tell them apart.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Where a position of a request lives in the caches. Arithmetic only; the tensors are in `state`.
 
-    window cache of a layer   | slot 0 ring | slot 1 ring | ... | trash | scratch: one row for each row of the running step |
+    window cache of a layer   | slot 0 ring | slot 1 ring | ... | trash | scratch: a row for each row of the step |
     entry cache of a source   | block 0 | block 1 | ... | block N - 1 | trash block |         block = 128 positions
 
-A ring holds the last `ring_slots` positions of a slot at `slot * ring_slots + position % ring_slots`; it is longer than the window by
-what rejected drafts can throw a request back, so a rejected position never displaces one that is still needed. Within a step new
-keys stand in the scratch rows, so a chunk may be longer than the ring; after the attention its last rows are copied into the ring.
-Open compressor pairs and token history are rings of the same kind. Rows that must not be stored go to the trash row.
+A ring holds the last `ring_slots` positions of a slot at `slot * ring_slots + position % ring_slots`; it is longer
+than the window by what rejected drafts can throw a request back, so a rejected position never displaces one that is
+still needed. Within a step new keys stand in the scratch rows, so a chunk may be longer than the ring; after the
+attention its last rows are copied into the ring. Open compressor pairs and token history are rings of the same kind.
+Rows that must not be stored go to the trash row.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class RingLayout:
 class CacheLayout:
     """Sizes of all state of one process.
 
-    `max_step_rows`: rows of the largest step. `backtrack`: positions that rejected drafts can take back (in-flight steps times drafts
-    plus one). `form`: plain rounded values, or packed records.
+    `max_step_rows`: rows of the largest step. `backtrack`: positions that rejected drafts can take back (in-flight
+    steps times drafts plus one). `form`: plain rounded values, or packed records.
     """
 
     config: ModelConfig
@@ -84,7 +85,9 @@ class CacheLayout:
     @property
     def history(self) -> RingLayout:
         """Token classes that the next n-grams look back to."""
-        return RingLayout(self.num_slots, self.backtrack + self.config.engram_max_ngram_size, _up_to_8(self.max_step_rows))
+        return RingLayout(
+            self.num_slots, self.backtrack + self.config.engram_max_ngram_size, _up_to_8(self.max_step_rows)
+        )
 
     def entries_per_block(self, ratio: int) -> int:
         """Compressed entries of one block of 128 positions."""

@@ -19,8 +19,8 @@ __all__ = ["ModelState"]
 class ModelState:
     """Caches and per-slot rows of one process; made by `allocate`, written in place.
 
-    Row numbers are those of `CacheLayout`. `held_tokens` [slots, 1 + block] is the anchor and the drafts that a slot's last step left,
-    `held_position` [slots] the position of the anchor.
+    Row numbers are those of `CacheLayout`. `held_tokens` [slots, 1 + block] is the anchor and the drafts that a slot's
+    last step left, `held_position` [slots] the position of the anchor.
     """
 
     layout: CacheLayout
@@ -65,7 +65,13 @@ class ModelState:
 
     def num_bytes(self) -> int:
         """Memory of all tensors."""
-        tensors = [*self.window, *self.draft_window, *self.entries.values(), *self.index_keys.values(), *self.pairs.values()]
+        tensors = [
+            *self.window,
+            *self.draft_window,
+            *self.entries.values(),
+            *self.index_keys.values(),
+            *self.pairs.values(),
+        ]
         tensors += [self.history, self.held_tokens, self.held_position]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -96,7 +102,8 @@ class ModelState:
             value = buffers[name]
             if value.shape != (n, cache.shape[1]) or value.dtype != cache.dtype:
                 raise RequestError(
-                    f"sub-buffer {name} is {tuple(value.shape)} {value.dtype}; this cache has {(n, cache.shape[1])} {cache.dtype}"
+                    f"sub-buffer {name} is {tuple(value.shape)} {value.dtype}; "
+                    f"this cache has {(n, cache.shape[1])} {cache.dtype}"
                 )
         for name, (cache, n) in own.items():
             cache[block * n : (block + 1) * n] = buffers[name]

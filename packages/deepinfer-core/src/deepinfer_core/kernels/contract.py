@@ -1,23 +1,23 @@
 """The kernel contract: one table of operations, filled by a provider and, op by op, by the reference.
 
-    Kernels          a plain object with one function an operation; the model calls `kernels.attend(...)`, nothing in between
+    Kernels          a plain object with one function an operation; the model calls `kernels.attend(...)` directly
     OPS              what each must fulfil: exactness, tolerance, row invariance
     KernelProvider   what an entry point of group `deepinfer.kernels` is
 
-Shapes: R rows (tokens of a step; rows of one request are contiguous), D hidden, S streams, H heads, hd head_dim, W window, E selected
-entries, k experts a row. Caches are 2-D, one row an entry, *plain* (rounded values in a float dtype) or *packed* (uint8 records,
-see reference/records.py); a provider names the form it wants and the reference reads both. Row indices into caches are int64, -1 =
-invisible. Weights of products are stored [K, N].
+Shapes: R rows (tokens of a step; rows of one request are contiguous), D hidden, S streams, H heads, hd head_dim, W
+window, E selected entries, k experts a row. Caches are 2-D, one row an entry, *plain* (rounded values in a float
+dtype) or *packed* (uint8 records, see reference/records.py); a provider names the form it wants and the reference
+reads both. Row indices into caches are int64, -1 = invisible. Weights of products are stored [K, N].
 
-Attention, indexer and experts are split in `plan_*` (what is the same for many layers of a step) and a run function without host
-synchronisation. What `plan_*` returns is private to the table that made it.
+Attention, indexer and experts are split in `plan_*` (what is the same for many layers of a step) and a run function
+without host synchronisation. What `plan_*` returns is private to the table that made it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from deepinfer_core.config.model import ModelConfig
 
 __all__ = ["OPS", "Capability", "KernelProvider", "Kernels", "OpContract", "Unavailable"]
 
-PlanHandle: TypeAlias = Any  # private to a provider
+type PlanHandle = Any  # private to a provider
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,15 @@ class Kernels:
     pool_pairs: Callable[[Tensor, Tensor], Tensor]  # first, second [R, 2, hd] -> [R, hd]
     # attention
     plan_keys: Callable[[Tensor], PlanHandle]  # cache rows [R, W or E], -1 = invisible
-    attend: Callable[..., Tensor]  # q, window cache, window plan, entry cache | None, entry plan | None, sink -> [R, H, hd]
+    attend: Callable[
+        ..., Tensor
+    ]  # q, window cache, window plan, entry cache | None, entry plan | None, sink -> [R, H, hd]
     # indexer
     plan_index: Callable[..., PlanHandle]  # block rows [R, B], entries a block, num_visible [R]
     index_scores: Callable[..., Tensor]  # iq, w, index cache, plan, candidates | None, block size -> [R, N]
-    candidate_blocks: Callable[[Tensor, Tensor, int, int], Tensor]  # scores, num_visible, block, top blocks -> [R, NB] bool
+    candidate_blocks: Callable[
+        [Tensor, Tensor, int, int], Tensor
+    ]  # scores, num_visible, block, top blocks -> [R, NB] bool
     select_entries: Callable[[Tensor, int], Tensor]  # scores, k -> [R, k] ascending, -1
     # experts
     route: Callable[..., tuple[Tensor, Tensor]]  # x, gate, bias, k, scale -> ids ascending, weights
@@ -75,9 +79,9 @@ class Kernels:
 class OpContract:
     """What an implementation of one operation must fulfil.
 
-    `exact`: the result equals the reference bit for bit (integers, bytes, roundings). Otherwise |out - ref| <= atol + rtol * |ref|
-    for at least 99.9 % of the elements, with the tolerance of the compute dtype. `row_invariant`: the bits of a row depend on that row's
-    inputs only; demanded by the engine's `batch_invariant` switch.
+    `exact`: the result equals the reference bit for bit (integers, bytes, roundings). Otherwise |out - ref| <= atol +
+    rtol * |ref| for at least 99.9 % of the elements, with the tolerance of the compute dtype. `row_invariant`: the
+    bits of a row depend on that row's inputs only; demanded by the engine's `batch_invariant` switch.
     """
 
     name: str
@@ -88,26 +92,35 @@ class OpContract:
 
 
 def _contract(name: str) -> OpContract:
-    exact = name in _EXACT
-    return OpContract(name, exact, **_TOLERANCES.get(name, {}))
+    return OpContract(name, name in _EXACT, float32_tolerance=_FLOAT32_TOLERANCES.get(name, 1e-5))
 
 
 _EXACT = frozenset(
-    ("write_window", "write_entries", "write_index_keys", "copy_rows", "round_index", "candidate_blocks", "select_entries",
-     "engram_rows", "plan_keys", "plan_index", "plan_experts", "combine_experts")
-)  # fmt: skip
-_TOLERANCES: dict[str, dict[str, float]] = {
-    # 39 normalizations in a row, each with a division
-    "mhc_mix": {"float32_tolerance": 2e-5},
-    # cosines of angles up to 10^6 radians: the reduction differs between libraries
-    "rope_table": {"float32_tolerance": 1e-4},
+    (
+        "write_window",
+        "write_entries",
+        "write_index_keys",
+        "copy_rows",
+        "round_index",
+        "candidate_blocks",
+        "select_entries",
+        "engram_rows",
+        "plan_keys",
+        "plan_index",
+        "plan_experts",
+        "combine_experts",
+    )
+)
+_FLOAT32_TOLERANCES = {
+    "mhc_mix": 2e-5,  # 39 normalizations in a row, each with a division
+    "rope_table": 1e-4,  # cosines of angles up to 10^6 radians: their reduction differs between libraries
     # sums over thousands of terms of both signs
-    "linear": {"float32_tolerance": 1e-4},
-    "grouped_linear": {"float32_tolerance": 1e-4},
-    "shared_expert": {"float32_tolerance": 1e-4},
-    "run_experts": {"float32_tolerance": 1e-4},
-    "index_scores": {"float32_tolerance": 1e-4},
-    "markov_step": {"float32_tolerance": 1e-4},
+    "linear": 1e-4,
+    "grouped_linear": 1e-4,
+    "shared_expert": 1e-4,
+    "run_experts": 1e-4,
+    "index_scores": 1e-4,
+    "markov_step": 1e-4,
 }
 OPS: Mapping[str, OpContract] = {spec.name: _contract(spec.name) for spec in fields(Kernels)}
 
@@ -147,5 +160,5 @@ class KernelProvider(Protocol):
         ...
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
-        """None where the loaded function handles this model's shapes, else why not; such an op comes from the reference."""
+        """None where the loaded function handles this model's shapes, else why not (the reference runs it then)."""
         ...

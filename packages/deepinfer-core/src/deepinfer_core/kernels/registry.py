@@ -1,7 +1,7 @@
 """Picks the kernel provider, once a process, and fills the table of operations.
 
-    DEEPINFER_ACCELERATOR=cpu|nvidia|ascend   names it; a named provider that cannot run is an error, never a silent CPU run
-    unset                                     the one provider whose probe succeeds, else cpu; two are an error that names both
+    DEEPINFER_ACCELERATOR=cpu|nvidia|ascend   names it; one that cannot run is an error, never a silent CPU run
+    unset                                     the one provider whose probe succeeds, else cpu; two are an error
 
 Importing this module looks at nothing; `choose_provider` runs the probes, which make no device context.
 """
@@ -20,7 +20,15 @@ from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import OPS, Capability, KernelProvider, Kernels, Unavailable
 from deepinfer_core.kernels.reference import REFERENCE
 
-__all__ = ["ENTRY_POINT_GROUP", "KernelChoice", "OpSource", "ProviderStatus", "build_kernels", "choose_provider", "provider_statuses"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "KernelChoice",
+    "OpSource",
+    "ProviderStatus",
+    "build_kernels",
+    "choose_provider",
+    "provider_statuses",
+]
 
 ENTRY_POINT_GROUP = "deepinfer.kernels"
 _REFERENCE_NAMES = ("cpu", "reference")
@@ -77,11 +85,13 @@ def choose_provider(requested: str | None, statuses: list[ProviderStatus] | None
 
 
 def build_kernels(choice: KernelChoice, config: ModelConfig, dtype: torch.dtype) -> tuple[Kernels, list[OpSource]]:
-    """The table for one model: the provider's function where there is one that takes the shapes, else the reference's."""
+    """The table for one model: the provider's function where one takes the shapes, else the reference's."""
     loaded: Mapping[str, Callable[..., Any]] = {} if choice.provider is None else choice.provider.load()
     unknown = sorted(set(loaded) - set(OPS))
     if unknown:
-        raise KernelError(f"provider {choice.name} offers operations that the contract does not have: {', '.join(unknown)}")
+        raise KernelError(
+            f"provider {choice.name} offers operations that the contract does not have: {', '.join(unknown)}"
+        )
     table: dict[str, Callable[..., Any]] = {}
     sources: list[OpSource] = []
     for spec in fields(Kernels):
@@ -103,7 +113,9 @@ def _status(entry: EntryPoint) -> ProviderStatus:
         provider = entry.load()
         provider = provider() if isinstance(provider, type) else provider
         if not isinstance(provider, KernelProvider):
-            return ProviderStatus(entry.name, None, Unavailable(f"{entry.value} is not a kernel provider; reinstall its package"))
+            return ProviderStatus(
+                entry.name, None, Unavailable(f"{entry.value} is not a kernel provider; reinstall its package")
+            )
         return ProviderStatus(entry.name, provider, provider.probe())
     except Exception as error:  # a broken plug-in must not break the engine
         return ProviderStatus(entry.name, None, Unavailable(f"{type(error).__name__}: {error}"))

@@ -7,4 +7,14 @@ from deepinfer_core.model.batch import Batch, build_batch
 from deepinfer_core.model.draft import Drafter, DraftOutput
 from deepinfer_core.model.params import ModelParams, build_params
 
-__all__ = ["Backbone", "Batch", "DraftOutput", "Drafter", "ForwardOutput", "LayerTrace", "ModelParams", "build_batch", "build_params"]
+__all__ = [
+    "Backbone",
+    "Batch",
+    "DraftOutput",
+    "Drafter",
+    "ForwardOutput",
+    "LayerTrace",
+    "ModelParams",
+    "build_batch",
+    "build_params",
+]

@@ -1,8 +1,9 @@
-"""The attention sublayer: query, window key, compressed entries, selection, sparse attention, grouped output (model.md 2.4).
+"""The attention sublayer: query, window key, compressed entries, selection, sparse attention, grouped output (model.md
+2.4).
 
-    x -> wq_a -> q_norm -> wq_b -> q (rope)              window keys: wkv -> kv_norm -> rope -> e4m3
-      -> compressor (KV sources) -> entries, index keys  selection: published by the index source at or below the layer
-    o = attend(q, window + selected entries, sink) -> inverse rope -> wo_a by group -> wo_b
+x -> wq_a -> q_norm -> wq_b -> q (rope)              window keys: wkv -> kv_norm -> rope -> e4m3
+  -> compressor (KV sources) -> entries, index keys  selection: published by the index source at or below the layer
+o = attend(q, window + selected entries, sink) -> inverse rope -> wo_a by group -> wo_b
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ __all__ = ["Selections", "attention", "project_output", "write_global_entries"]
 class Selections:
     """What index sources published for the layers after them in the running step."""
 
-    entry_plan: dict[int, Any] = field(default_factory=dict[int, Any])  # index source -> plan_keys of the selected entries
+    entry_plan: dict[int, Any] = field(
+        default_factory=dict[int, Any]
+    )  # index source -> plan_keys of the selected entries
     chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # index source -> [P, k] entry numbers
     candidates: Tensor | None = None  # [P, NB] bool
     index_plan: dict[int, Any] = field(default_factory=dict[int, Any])  # ratio -> plan_index
 
 
 def write_global_entries(
-    x: Tensor, layer: int, params: AttentionParams, batch: Batch, state: ModelState, config: ModelConfig, kernels: Kernels
+    x: Tensor,
+    layer: int,
+    params: AttentionParams,
+    batch: Batch,
+    state: ModelState,
+    config: ModelConfig,
+    kernels: Kernels,
 ) -> None:
     """Compressed entries and index keys of a KV source, from its normalized input x [P, D] of all rows."""
     if params.compressor_proj is None or params.compressor_norm is None or params.index_key_norm is None:
@@ -135,7 +144,9 @@ def _publish(
         weights = head_weights * (config.index_head_dim * config.index_n_heads) ** -0.5
         candidates = selections.candidates if config.uses_candidates(layer) else None
         block = config.candidate_block_size
-        scores = kernels.index_scores(iq, weights, state.index_keys[owner], selections.index_plan[ratio], candidates, block)
+        scores = kernels.index_scores(
+            iq, weights, state.index_keys[owner], selections.index_plan[ratio], candidates, block
+        )
         if layer == config.candidate_source_layer_id:
             selections.candidates = kernels.candidate_blocks(scores, visible, block, config.candidate_topk_blocks)
         chosen = kernels.select_entries(scores, config.index_topk)

@@ -1,16 +1,15 @@
 """The backbone: embedding, layers, cut, final norm and head (model.md 2).
 
-    streams X [P, S, D] = embedding copied S times, pre-mix (1, 0, ..)
-    layer: Engram? -> mHC(attention) -> mHC(MoE);   from the cut layer on only the decoder rows go through
-    at the cut the KV and index keys are still written for every row, from the layer's normalized input
-    logits [N, V] = head(norm(collapse(X))) of the sample rows; DSpark features = stream means entering the target layers
+streams X [P, S, D] = embedding copied S times, pre-mix (1, 0, ..)
+layer: Engram? -> mHC(attention) -> mHC(MoE);   from the cut layer on only the decoder rows go through
+at the cut the KV and index keys are still written for every row, from the layer's normalized input
+logits [N, V] = head(norm(collapse(X))) of the sample rows; DSpark features = stream means entering the target layers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from deepinfer_core.parallel.owned import OwnedRange
 
 __all__ = ["Backbone", "ForwardOutput", "LayerTrace", "run_sublayers"]
 
-_Sublayer: TypeAlias = Callable[[Tensor], Tensor]  # normalized input [P, D] -> output [P, D]
+type _Sublayer = Callable[[Tensor], Tensor]  # normalized input [P, D] -> output [P, D]
 
 
 @dataclass
@@ -91,9 +90,17 @@ class Backbone:
         return self._output(streams, pre, batch, features, tuple(counts))
 
     def _layer(
-        self, streams: Tensor, pre: Tensor, index: int, layer: LayerParams, rows: RowSet, batch: Batch, state: ModelState,
-        selections: Selections, trace: LayerTrace | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        index: int,
+        layer: LayerParams,
+        rows: RowSet,
+        batch: Batch,
+        state: ModelState,
+        selections: Selections,
+        trace: LayerTrace | None,
+    ) -> tuple[Tensor, Tensor]:
         def attend(x: Tensor) -> Tensor:
             return attention(x, index, layer.attn, rows, batch, state, selections, self.config, self.kernels)
 
@@ -116,9 +123,13 @@ class Backbone:
             return streams
         config, kernels = self.config, self.kernels
         table_rows = kernels.engram_rows(
-            batch.engram_history, engram.multipliers, engram.primes, engram.offsets, self.params.pad_class,
+            batch.engram_history,
+            engram.multipliers,
+            engram.primes,
+            engram.offsets,
+            self.params.pad_class,
             config.engram_n_heads,
-        )  # fmt: skip
+        )
         if trace is not None:
             trace.engram_rows[index] = table_rows[: batch.encoder.num_rows]
         values = engram.table.lookup(table_rows.flatten()).view(table_rows.shape[0], -1)
@@ -154,9 +165,17 @@ class Backbone:
         trace.expert_ids[index], trace.expert_weights[index] = ids, weights
 
 
-def run_sublayers(streams: Tensor, pre: Tensor, layer: LayerParams, attend: _Sublayer, experts: _Sublayer, config: ModelConfig,
-                  kernels: Kernels) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Both sublayers of a layer or draft stage with their mHC mixes; each sublayer's input uses the mix of the one before.
+def run_sublayers(
+    streams: Tensor,
+    pre: Tensor,
+    layer: LayerParams,
+    attend: _Sublayer,
+    experts: _Sublayer,
+    config: ModelConfig,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor]:
+    """Both sublayers of a layer or draft stage with their mHC mixes; each sublayer's input uses the mix of the one
+    before.
 
     streams [P, S, D], pre [P, S] -> streams and the MoE's pre-mix for the next layer.
     """
@@ -169,9 +188,14 @@ def run_sublayers(streams: Tensor, pre: Tensor, layer: LayerParams, attend: _Sub
 
 def _mixes(streams: Tensor, hyper: HyperParams, config: ModelConfig, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
     return kernels.mhc_mix(
-        streams, hyper.fn, hyper.base, hyper.scale,
-        iterations=config.hc_sinkhorn_iters, norm_eps=config.rms_norm_eps, eps=config.hc_eps,
-    )  # fmt: skip
+        streams,
+        hyper.fn,
+        hyper.base,
+        hyper.scale,
+        iterations=config.hc_sinkhorn_iters,
+        norm_eps=config.rms_norm_eps,
+        eps=config.hc_eps,
+    )
 
 
 def _first_pre_mix(streams: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
     plan (integers)  ->  Batch
                            encoder: RowSet   every row, for the layers below the cut
-                           decoder: RowSet   rows from `segment_decoder_from` on, for the cut layer and above (None: none this step)
+                           decoder: RowSet   rows from `segment_decoder_from` on, for the cut layer and above; or None
 
-A window key of position p is read from the scratch rows if p is a row of this step in the same set, else from the slot's ring; ring
-positions at or above the first row of the segment are never read, so what rejected drafts left there does no harm. Rows are padded
-to a multiple of 8; padding rows see nothing and write to trash rows.
+A window key of position p is read from the scratch rows if p is a row of this step in the same set, else from the
+slot's ring; ring positions at or above the first row of the segment are never read, so what rejected drafts left there
+does no harm. Rows are padded to a multiple of 8; padding rows see nothing and write to trash rows.
 """
 
 from __future__ import annotations
@@ -82,22 +82,26 @@ def build_batch(
 ) -> Batch:
     """Tensors of `plan` on the device of `state`.
 
-    `mask_decoder` computes the decoder half for all rows and only clips what the kept ones see: the oracle of skipping them.
+    `mask_decoder` computes the decoder half for all rows and only clips what the kept ones see: the oracle of skipping
+    them.
     """
     builder = _Builder(plan, state, params, kernels)
     return builder.build(mask_decoder)
 
 
-def window_rows(position: Tensor, first: Tensor, visible_from: Tensor, slot: Tensor, scratch: Tensor, window: int,
-                ring: RingLayout) -> Tensor:  # fmt: skip
+def window_rows(
+    position: Tensor, first: Tensor, visible_from: Tensor, slot: Tensor, scratch: Tensor, window: int, ring: RingLayout
+) -> Tensor:
     """Cache rows of the window of each row, oldest first, -1 = invisible: [P, W].
 
-    position [P]; first [P]: lowest position of the row's segment in this step, whose keys stand in scratch rows; visible_from [P];
-    scratch [P] scratch row of the row itself.
+    position [P]; first [P]: lowest position of the row's segment in this step, whose keys stand in scratch rows;
+    visible_from [P]; scratch [P] scratch row of the row itself.
     """
     back = torch.arange(1 - window, 1, device=position.device)
     key = position[:, None] + back  # [P, W]
-    rows = torch.where(key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity)
+    rows = torch.where(
+        key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity
+    )
     return rows.masked_fill(key < visible_from[:, None], -1)
 
 
@@ -134,7 +138,10 @@ class _Builder:
             decoder_first, decoder_visible = first, clipped
         else:
             kept = self._kept_rows()
-            decoder_first, decoder_visible = torch.maximum(first, decoder_from), torch.maximum(window_from, decoder_from)
+            decoder_first, decoder_visible = (
+                torch.maximum(first, decoder_from),
+                torch.maximum(window_from, decoder_from),
+            )
         encoder = self._row_set(np.arange(plan.num_rows), position, slot, first, window_from, is_image, blocks)
         decoder, decoder_rows = encoder, None
         same_rows = len(kept) == plan.num_rows
@@ -144,16 +151,25 @@ class _Builder:
             decoder_rows = self._padded_indices(kept)
             pick = decoder_rows
             decoder = self._row_set(
-                kept, position[pick], slot[pick], decoder_first[pick], decoder_visible[pick].masked_fill(
-                    torch.arange(len(pick), device=self.device) >= len(kept), _NOTHING_VISIBLE),
-                None if is_image is None else is_image[pick], blocks[pick])  # fmt: skip
+                kept,
+                position[pick],
+                slot[pick],
+                decoder_first[pick],
+                decoder_visible[pick].masked_fill(
+                    torch.arange(len(pick), device=self.device) >= len(kept), _NOTHING_VISIBLE
+                ),
+                None if is_image is None else is_image[pick],
+                blocks[pick],
+            )
         elif bool((plan.segment_decoder_from > 0).any()):
             decoder = self._row_set(kept, position, slot, decoder_first, decoder_visible, is_image, blocks)
         history, history_commit = self._history(tokens, position, first, slot, is_image)
         ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
         pair_scratch = layout.pairs.scratch_start + torch.arange(self.padded, device=self.device)
         before = position - 1
-        partner = torch.where(before >= first, pair_scratch - 1, slot * layout.pairs.capacity + before % layout.pairs.capacity)
+        partner = torch.where(
+            before >= first, pair_scratch - 1, slot * layout.pairs.capacity + before % layout.pairs.capacity
+        )
         return Batch(
             layout=layout,
             tokens=tokens,
@@ -219,8 +235,16 @@ class _Builder:
         wanted = np.flatnonzero(self.plan.row_sample[kept])
         return self.tensor(wanted, length=len(wanted))
 
-    def _row_set(self, rows: np.ndarray[Any, Any], position: Tensor, slot: Tensor, first: Tensor, visible_from: Tensor,
-                 is_image: Tensor | None, blocks: Tensor) -> RowSet:  # fmt: skip
+    def _row_set(
+        self,
+        rows: np.ndarray[Any, Any],
+        position: Tensor,
+        slot: Tensor,
+        first: Tensor,
+        visible_from: Tensor,
+        is_image: Tensor | None,
+        blocks: Tensor,
+    ) -> RowSet:
         ring, config, kernels, params = self.layout.window, self.config, self.kernels, self.params
         scratch = ring.scratch_start + torch.arange(len(position), device=self.device)
         keys = window_rows(position, first, visible_from, slot, scratch, config.sliding_window, ring)
@@ -245,7 +269,7 @@ class _Builder:
     # ---- what is written -----------------------------------------------------------------------------------------
 
     def _commit(self, rows: np.ndarray[Any, Any], ring: RingLayout, position: Tensor, slot: Tensor) -> RingCommit:
-        """The last `capacity` of `rows` of every segment that may write windows; position and slot are those of `rows`."""
+        """The last `capacity` of `rows` of every segment that may write windows; position and slot belong to `rows`."""
         plan = self.plan
         ends = plan.segment_start[1:][self.segment_of[rows]]
         writes = (plan.row_writes[rows] & Writes.WINDOW) != 0
@@ -255,7 +279,9 @@ class _Builder:
         return RingCommit(ring.scratch_start + index, destination)
 
     def _entry_rows(self, ratio: int, position: Tensor, blocks: Tensor) -> Tensor:
-        """Entry cache row that each row completes: block of the position, entry within it; trash where it completes none."""
+        """Entry cache row that each row completes: block of the position, entry within it; trash where it completes
+        none.
+        """
         per_block = self.layout.entries_per_block(ratio)
         writes = self.tensor((self.plan.row_writes & Writes.GLOBAL) != 0).bool()
         block = blocks.gather(1, (position // BLOCK_TOKENS).clamp_max(blocks.shape[1] - 1)[:, None])[:, 0]
@@ -269,8 +295,9 @@ class _Builder:
         first = torch.div(position, ratio, rounding_mode="floor") * ratio
         return self.kernels.rope_table(first, self.params.long_frequencies)
 
-    def _history(self, tokens: Tensor, position: Tensor, first: Tensor, slot: Tensor, is_image: Tensor | None
-                 ) -> tuple[Tensor, RingCommit]:  # fmt: skip
+    def _history(
+        self, tokens: Tensor, position: Tensor, first: Tensor, slot: Tensor, is_image: Tensor | None
+    ) -> tuple[Tensor, RingCommit]:
         """Token classes of each row and of the positions before it, DEAD before the start and on images."""
         ring, state = self.layout.history, self.state
         classes = self.params.token_classes[tokens]
@@ -280,6 +307,8 @@ class _Builder:
         scratch = ring.scratch_start + torch.arange(self.padded, device=self.device)
         back = torch.arange(0, -self.config.engram_max_ngram_size, -1, device=self.device)
         key = position[:, None] + back
-        rows = torch.where(key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity)
+        rows = torch.where(
+            key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity
+        )
         history = state.history[rows].masked_fill(key < 0, DEAD_CLASS)
         return history, self._commit(np.arange(self.plan.num_rows), ring, position, slot)

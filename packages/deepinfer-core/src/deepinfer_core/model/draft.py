@@ -1,16 +1,17 @@
 """The DSpark drafter: context keys from target features, one block a step, Markov and confidence heads (model.md 4.1).
 
-    context   main_x = main_norm(main_proj(features));  per stage: key = kv_norm(main_x wkv), rope, e4m3 -> the stage's ring
-    block     [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (positions < a, at most a window of
-              them) and the whole block, in both directions
-    heads     left to right: logits_k = U_k + markov(x_{k-1}), x_k drawn with the same noise as the target will use at its position
+context   main_x = main_norm(main_proj(features));  per stage: key = kv_norm(main_x wkv), rope, e4m3 -> the stage's
+ring block     [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (positions < a, at most
+a window of
+          them) and the whole block, in both directions
+heads     left to right: logits_k = U_k + markov(x_{k-1}), x_k drawn with the same noise as the target will use at its
+position
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from deepinfer_core.model.params import AttentionParams, DraftParams
 
 __all__ = ["DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
 
-DrawToken: TypeAlias = Callable[[int, Tensor], Tensor]  # number k of the proposal, logits [S, V] -> tokens [S]
+type DrawToken = Callable[[int, Tensor], Tensor]  # number k of the proposal, logits [S, V] -> tokens [S]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,9 @@ class Drafter:
         return self.kernels.rms_norm(projected, self.params.main_norm, self.config.rms_norm_eps)
 
     def store_context(self, features: Tensor, batch: Batch, state: ModelState) -> None:
-        """Context keys of the decoder rows of a step. Rows of drafts that are rejected later are overwritten by the right ones."""
+        """Context keys of the decoder rows of a step. Rows of drafts that are rejected later are overwritten by the
+        right ones.
+        """
         rows = batch.decoder
         if rows is None:
             return
@@ -119,9 +122,14 @@ class Drafter:
         return self._heads(hidden, anchor, block_position, draw, n if num_steps is None else num_steps, trace)
 
     def _heads(
-        self, hidden: Tensor, anchor: Tensor, block_position: Tensor, draw: DrawToken, num_steps: int,
+        self,
+        hidden: Tensor,
+        anchor: Tensor,
+        block_position: Tensor,
+        draw: DrawToken,
+        num_steps: int,
         trace: DraftTrace | None,
-    ) -> DraftOutput:  # fmt: skip
+    ) -> DraftOutput:
         segments, n = block_position.shape
         normalized = self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps)
         base = self.backbone.head(normalized)[: segments * n].view(segments, n, -1)
@@ -134,9 +142,13 @@ class Drafter:
         confidence: list[Tensor] = []
         for k in range(num_steps):  # each proposal depends on the one before it
             step_logits, z = self.kernels.markov_step(
-                base[:, k], hidden_by_block[:, k], previous, self.params.markov_embed, self.params.markov_head,
+                base[:, k],
+                hidden_by_block[:, k],
+                previous,
+                self.params.markov_embed,
+                self.params.markov_head,
                 self.params.confidence,
-            )  # fmt: skip
+            )
             previous = draw(k, step_logits)
             tokens.append(previous)
             logits.append(step_logits)
@@ -145,7 +157,9 @@ class Drafter:
 
     # ---- attention of a stage ------------------------------------------------------------------------------------
 
-    def _attention(self, x: Tensor, params: AttentionParams, rope: Tensor, scratch: Tensor, plan: object, cache: Tensor) -> Tensor:
+    def _attention(
+        self, x: Tensor, params: AttentionParams, rope: Tensor, scratch: Tensor, plan: object, cache: Tensor
+    ) -> Tensor:
         kernels, eps = self.kernels, self.config.rms_norm_eps
         parts = kernels.linear(x, params.input_proj).split(params.input_widths, 1)
         latent = kernels.rms_norm(parts[0], params.q_norm, eps)

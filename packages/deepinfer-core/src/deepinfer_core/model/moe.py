@@ -17,9 +17,15 @@ __all__ = ["moe"]
 
 
 def moe(
-    x: Tensor, num_rows: int, is_image: Tensor | None, params: MoeParams, exchange: ExpertExchange, layer: int,
-    config: ModelConfig, kernels: Kernels,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    num_rows: int,
+    is_image: Tensor | None,
+    params: MoeParams,
+    exchange: ExpertExchange,
+    layer: int,
+    config: ModelConfig,
+    kernels: Kernels,
+) -> Tensor:
     """x [P, D] normalized input, the first `num_rows` of it real -> [P, D], zero in padding rows."""
     real = x[:num_rows]
     bias = params.bias

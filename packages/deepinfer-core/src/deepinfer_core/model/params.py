@@ -1,4 +1,6 @@
-"""Weights in the form that the kernels take: products as [K, N], projections of one input side by side, mHC scales by column."""
+"""Weights in the form that the kernels take: products as [K, N], projections of one input side by side, mHC scales by
+column.
+"""
 
 from __future__ import annotations
 

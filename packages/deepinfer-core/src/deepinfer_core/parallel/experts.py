@@ -1,7 +1,7 @@
 """Expert exchange: rows go to where their experts live, outputs come back in ascending expert id.
 
-    dispatch(layer, x [R, D], logical ids [R, k], weights [R, k]) -> rows, local ids, weights as the experts' owner sees them
-    combine(sent, pairs) -> [R, k, D] at the row's own process, choices in ascending logical id
+    dispatch(layer, x [R, D], logical ids [R, k], weights [R, k]) -> rows, local ids, weights as the experts' owner
+    sees them combine(sent, pairs) -> [R, k, D] at the row's own process, choices in ascending logical id
 
 `LocalExperts` is the exchange of one process that owns all experts; it moves nothing. Ids of padding rows never enter.
 """
@@ -39,7 +39,9 @@ class ExpertExchange(Protocol):
 
 
 class LocalExperts:
-    """One process owns every expert. `expert_maps`: layer -> [E] local slot of each logical expert; a layer without one has slot = id."""
+    """One process owns every expert. `expert_maps`: layer -> [E] local slot of each logical expert; a layer without one
+    has slot = id.
+    """
 
     def __init__(self, expert_maps: Mapping[int, Tensor] | None = None) -> None:
         self._maps = dict(expert_maps or {})

@@ -28,7 +28,7 @@ class OwnedRange:
         """table [stop - start, D], ids [R] -> [R, D]."""
         if self.stop - self.start != self.total:
             raise ParallelError(
-                f"rows {self.start} to {self.stop} of {self.total} are held here and no exchange for the others is built; "
-                "run with one process"
+                f"rows {self.start} to {self.stop} of {self.total} are held here and no exchange for the others is "
+                "built; run with one process"
             )
         return table.index_select(0, ids)

@@ -1,11 +1,12 @@
 """`Runner`: a plan -> device work -> a result. The only place where a plan meets tensors.
 
-    admit, release -> build_batch -> Backbone.forward -> store draft context -> sample and verify -> propose drafts -> StepResult
+    admit, release -> build_batch -> Backbone.forward -> store draft context -> sample and verify -> propose drafts ->
+    StepResult
                                                                                      |
                           held_tokens[slot] = [newest token, drafts ..], held_position[slot] = its position
 
-`run(plan)` is `wait(launch(plan))`. `launch` hands the step to one worker thread and returns at once, so that the next plan can be made
-while torch works; steps run in the order of their launches.
+`run(plan)` is `wait(launch(plan))`. `launch` hands the step to one worker thread and returns at once, so that the next
+plan can be made while torch works; steps run in the order of their launches.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ class Runner:
     """Runs the plans of one engine on one device."""
 
     def __init__(
-        self, model_config: ModelConfig, params: ModelParams, kernels: Kernels, config: RunnerConfig, *,
+        self,
+        model_config: ModelConfig,
+        params: ModelParams,
+        kernels: Kernels,
+        config: RunnerConfig,
+        *,
         cache_form: str = "plain",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if config.num_drafts > model_config.dspark_block_size or (config.num_drafts and params.draft is None):
             raise CapacityError(
                 f"num_drafts is {config.num_drafts}; this checkpoint drafts at most "
@@ -76,19 +82,26 @@ class Runner:
         self.device, self.dtype = params.embed.device, params.embed.dtype
         backtrack = IN_FLIGHT_STEPS * (config.num_drafts + 1)
         self.layout = CacheLayout(
-            model_config, config.num_slots, config.num_blocks, config.max_step_rows, backtrack,
+            model_config,
+            config.num_slots,
+            config.num_blocks,
+            config.max_step_rows,
+            backtrack,
             form="packed" if cache_form == "packed" else "plain",
-        )  # fmt: skip
+        )
         self.state = ModelState.allocate(self.layout, device=self.device, dtype=self.dtype)
         self.params, self.kernels = params, kernels
         self.backbone = Backbone(model_config, params, kernels)
         self.drafter = Drafter(self.backbone, params.draft) if config.num_drafts and params.draft is not None else None
         self.sampler = Sampler(
-            model_config.vocab_size, config.num_slots, self.device,
-            mask_from=config.num_token_ids or model_config.vocab_size, eos_token_id=model_config.eos_token_id,
+            model_config.vocab_size,
+            config.num_slots,
+            self.device,
+            mask_from=config.num_token_ids or model_config.vocab_size,
+            eos_token_id=model_config.eos_token_id,
             mode="ratio" if config.verification == "ratio" else "coupled",
             logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw",
-        )  # fmt: skip
+        )
         self.stats = RunnerStats(rows_per_layer=[0] * model_config.num_hidden_layers)
         self._admitted: dict[int, Admission] = {}  # slot -> its request
         self._draft_logits = self._ratio_logits()
@@ -193,7 +206,13 @@ class Runner:
     # ---- drafts --------------------------------------------------------------------------------------------------
 
     def _propose(
-        self, plan: StepPlan, rows: _SampledRows, slot: Tensor, slots: NDArray[np.int32], anchor: Tensor, position: Tensor
+        self,
+        plan: StepPlan,
+        rows: _SampledRows,
+        slot: Tensor,
+        slots: NDArray[np.int32],
+        anchor: Tensor,
+        position: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
         """Tokens [M, n] and confidences [M, n] of new drafts, n the largest number wanted; None if nobody wants any."""
         wanted = plan.segment_num_drafts[rows.segments]
@@ -244,12 +263,19 @@ class Runner:
         return found
 
     def _result(
-        self, plan: StepPlan, rows: _SampledRows, first: Tensor, sampled: SampledBatch,
-        proposals: tuple[Tensor, Tensor] | None, prompt: dict[int, list[TokenLogprobs]],
-    ) -> StepResult:  # fmt: skip
+        self,
+        plan: StepPlan,
+        rows: _SampledRows,
+        first: Tensor,
+        sampled: SampledBatch,
+        proposals: tuple[Tensor, Tensor] | None,
+        prompt: dict[int, list[TokenLogprobs]],
+    ) -> StepResult:
         count = len(rows.segments)
         drafts = np.zeros((count, 0), np.int64) if proposals is None else proposals[0].cpu().numpy().copy()
-        confidences = np.zeros((count, 0), np.float32) if proposals is None else proposals[1].cpu().numpy().astype(np.float32)
+        confidences = (
+            np.zeros((count, 0), np.float32) if proposals is None else proposals[1].cpu().numpy().astype(np.float32)
+        )
         if proposals is not None:
             unwanted = np.arange(drafts.shape[1]) >= plan.segment_num_drafts[rows.segments][:, None]
             drafts[unwanted] = -1
@@ -309,13 +335,22 @@ class _SampledRows:
         """Grammar masks by number of the drawing row."""
         if not plan.grammar_masks:
             return {}
-        return {i: plan.grammar_masks[row] for i, row in enumerate(self.plan_rows.tolist()) if row in plan.grammar_masks}
+        return {
+            i: plan.grammar_masks[row] for i, row in enumerate(self.plan_rows.tolist()) if row in plan.grammar_masks
+        }
 
 
 def _empty_result(plan: StepPlan, prompt: dict[int, list[TokenLogprobs]] | None = None) -> StepResult:
     none32, none64 = np.zeros(0, np.int32), np.zeros(0, np.int64)
     return StepResult(
-        step=plan.step, slot=none32, generation=none32, position=none64, tokens=np.zeros((0, 1), np.int64),
-        num_tokens=none32, num_verified=none32, draft_tokens=np.zeros((0, 0), np.int64),
-        confidences=np.zeros((0, 0), np.float32), prompt_logprobs=prompt or {},
-    )  # fmt: skip
+        step=plan.step,
+        slot=none32,
+        generation=none32,
+        position=none64,
+        tokens=np.zeros((0, 1), np.int64),
+        num_tokens=none32,
+        num_verified=none32,
+        draft_tokens=np.zeros((0, 0), np.int64),
+        confidences=np.zeros((0, 0), np.float32),
+        prompt_logprobs=prompt or {},
+    )

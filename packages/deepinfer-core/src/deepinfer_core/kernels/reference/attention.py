@@ -2,8 +2,9 @@
 
     l_k = q . k / sqrt(D);   o = sum_k exp(l_k) k / (sum_k exp(l_k) + exp(sink))
 
-Every row has the same number of key columns, visible or not: [window | selected]. A column that is not visible has bias -inf and an
-arbitrary finite key, so it adds an exact zero, and the shapes, hence the bits, don't depend on the company in the batch.
+Every row has the same number of key columns, visible or not: [window | selected]. A column that is not visible has
+bias -inf and an arbitrary finite key, so it adds an exact zero, and the shapes, hence the bits, don't depend on the
+company in the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def sparse_attention(
 ) -> Tensor:
     """One row = one query position of one request.
 
-    q [R, H, D]; window_keys [R, W, D]; window_bias [R, W] (0 or -inf); entry_keys [R, E, D], entry_bias [R, E] or None; sink [H]
-    -> [R, H, D]. A row with no visible key gives 0. The softmax runs in float32.
+    q [R, H, D]; window_keys [R, W, D]; window_bias [R, W] (0 or -inf); entry_keys [R, E, D], entry_bias [R, E] or
+    None; sink [H] -> [R, H, D]. A row with no visible key gives 0. The softmax runs in float32.
     """
     heads, dim = q.shape[1], q.shape[2]
     scaled = q * dim**-0.5

@@ -103,7 +103,9 @@ def plan_index(blocks: Tensor, entries_per_block: int, num_visible: Tensor) -> I
 def index_scores(
     iq: Tensor, weights: Tensor, cache: Tensor, plan: IndexPlan, candidates: Tensor | None, candidate_block: int
 ) -> Tensor:
-    """iq [R, Hi, Di], weights [R, Hi], index cache -> scores [R, B * entries_per_block], -inf where invisible or not a candidate."""
+    """iq [R, Hi, Di], weights [R, Hi], index cache -> scores [R, B * entries_per_block], -inf where invisible or not a
+    candidate.
+    """
     offsets = torch.arange(plan.entries_per_block, device=iq.device)
     outputs: list[Tensor] = []
     for start in range(0, iq.shape[0], _ROWS_PER_PASS):

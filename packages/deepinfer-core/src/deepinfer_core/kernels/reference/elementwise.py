@@ -1,7 +1,8 @@
 """Logistic functions whose bits don't depend on where an element stands.
 
-torch's own sigmoid, silu and softplus use one formula in vector registers and another for the last few elements of a buffer, so a value
-changes in the last bit with the number of rows. exp, log1p and division don't (tests/core/kernels); these forms use only them.
+torch's own sigmoid, silu and softplus use one formula in vector registers and another for the last few elements of a
+buffer, so a value changes in the last bit with the number of rows. exp, log1p and division don't (tests/core/kernels);
+these forms use only them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Engram: hashed n-gram memory, gated into the streams (model.md 2.6).
 
-    c_i  = token class i positions back; from the first position before 0, or the first dead (image) one, on: pad
-    r_1  = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset,  n = 2 .. max
-    key | value = rows wkv;   per stream i, in float32:
-    d_i  = (X_i qw_i kw_i) . key_i * rsqrt(mean(X_i^2) + eps) * rsqrt(mean(key_i^2) + eps) * D^-0.5
-    X_i += sigmoid(sign(d_i) sqrt(max(|d_i|, 1e-6))) * value;   gate 0 on image positions
+c_i  = token class i positions back; from the first position before 0, or the first dead (image) one, on: pad r_1  =
+c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset,  n = 2 .. max key
+| value = rows wkv;   per stream i, in float32: d_i  = (X_i qw_i kw_i) . key_i * rsqrt(mean(X_i^2) + eps) *
+rsqrt(mean(key_i^2) + eps) * D^-0.5 X_i += sigmoid(sign(d_i) sqrt(max(|d_i|, 1e-6))) * value;   gate 0 on image
+positions
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DEAD_CLASS = -1
 def engram_rows(
     history: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad_class: int, heads: int
 ) -> Tensor:
-    """history [R, N] int64: class of the token and of the N - 1 before it, DEAD_CLASS where there is none or it is an image;
-    multipliers [N], primes and offsets [(N - 1) * heads] -> table rows [R, (N - 1) * heads] int64.
+    """history [R, N] int64: class of the token and of the N - 1 before it, DEAD_CLASS where there is none or it is an
+    image; multipliers [N], primes and offsets [(N - 1) * heads] -> table rows [R, (N - 1) * heads] int64.
 
     A dead class makes all older ones pad, too. Products never overflow: the multipliers are drawn below 2^63 / classes.
     """
@@ -39,7 +39,7 @@ def engram_rows(
 def engram_gate(
     streams: Tensor, key_value: Tensor, q_weight: Tensor, k_weight: Tensor, dead: Tensor, eps: float
 ) -> Tensor:
-    """streams [R, S, D], key_value [R, (S + 1) * D], q_weight and k_weight [S, D], dead [R] bool -> streams [R, S, D]."""
+    """streams [R, S, D], key_value [R, (S + 1) * D], q_weight and k_weight [S, D], dead [R] bool -> streams."""
     rows, s, d = streams.shape
     x = streams.float()
     key = key_value[:, : s * d].view(rows, s, d).float()

@@ -1,12 +1,12 @@
 """Two-level indexer: scores of compressed entries, candidate blocks, selection (model.md 2.4).
 
-    s_j = sum_h w_h relu(iq_h . ik_j),  w = (x weights_proj) (Di Hi)^-0.5;  invisible entries: -inf
-    candidate source: block b covers entries B b .. B b + B - 1, its score is the largest of them; the block with the newest visible
-    entry always enters; the best `candidate_topk_blocks` with a score above -inf are published per query.
-    later layers over the same keys: s_j = -inf outside the query's candidates.
-    selection: the best `index_topk`.
+    s_j = sum_h w_h relu(iq_h . ik_j),  w = (x weights_proj) (Di Hi)^-0.5;  invisible entries: -inf candidate source:
+    block b covers entries B b .. B b + B - 1, its score is the largest of them; the block with the newest visible
+    entry always enters; the best `candidate_topk_blocks` with a score above -inf are published per query. later layers
+    over the same keys: s_j = -inf outside the query's candidates. selection: the best `index_topk`.
 
-Keys come in pages of fixed length, so that every product has one shape whatever the context length: [Hi, Di] x [Di, page].
+Keys come in pages of fixed length, so that every product has one shape whatever the context length: [Hi, Di] x [Di,
+page].
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _NEGATIVE_INFINITY = float("-inf")
 
 
 def index_scores(iq: Tensor, weights: Tensor, pages: Tensor, num_visible: Tensor) -> Tensor:
-    """iq [R, Hi, Di], weights [R, Hi], pages [R, B, P, Di], num_visible [R] -> scores [R, B * P] float32, -inf where invisible."""
+    """iq [R, Hi, Di], weights [R, Hi], pages [R, B, P, Di], num_visible [R] -> scores [R, B * P] float32, -inf where
+    invisible.
+    """
     rows, num_pages, page, dim = pages.shape
     heads = iq.shape[1]
     queries = iq[:, None].expand(-1, num_pages, -1, -1).reshape(rows * num_pages, heads, dim)
@@ -34,7 +36,9 @@ def index_scores(iq: Tensor, weights: Tensor, pages: Tensor, num_visible: Tensor
 
 
 def candidate_blocks(scores: Tensor, num_visible: Tensor, block: int, top_blocks: int) -> Tensor:
-    """scores [R, N] with -inf where invisible -> [R, ceil(N / block)] bool: the blocks that later layers may select from."""
+    """scores [R, N] with -inf where invisible -> [R, ceil(N / block)] bool: the blocks that later layers may select
+    from.
+    """
     n = scores.shape[1]
     padded = torch.nn.functional.pad(scores, (0, -n % block), value=_NEGATIVE_INFINITY)
     best = padded.unflatten(-1, (-1, block)).amax(-1)  # [R, NB]

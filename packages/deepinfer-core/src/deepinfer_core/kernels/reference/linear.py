@@ -1,13 +1,14 @@
 """Row-invariant matrix products.
 
-BLAS picks another kernel, with another order of additions, for another number of rows: row 0 of a 1-row product and row 0 of a
-512-row product differ in the last bit (kernels.md 1.1). Here every product runs in tiles of 8 rows, as a batch of equal
-[8, K] x [K, N] products, so the bits of a row depend on that row alone:
+BLAS picks another kernel, with another order of additions, for another number of rows: row 0 of a 1-row product and
+row 0 of a 512-row product differ in the last bit (kernels.md 1.1). Here every product runs in tiles of 8 rows, as a
+batch of equal [8, K] x [K, N] products, so the bits of a row depend on that row alone:
 
     x [R, K] -> [R / 8, 8, K] @ [K, N] (shared by all tiles) -> [R / 8, 8, N] -> [R, N]
 
-Weights are stored as [K, N], contiguous: with that layout the tiles cost little over one big product, while [N, K] would make them
-2 to 4 times slower (benchmarks/model_cpu.py shows both). Rows are padded to a multiple of 8; the model pads once a step.
+Weights are stored as [K, N], contiguous: with that layout the tiles cost little over one big product, while [N, K]
+would make them 2 to 4 times slower (benchmarks/model_cpu.py shows both). Rows are padded to a multiple of 8; the model
+pads once a step.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     u    = sum_i p_i X_i                                     sublayer input, p = `pre` of the sublayer before
     X'_j = post_j y + sum_i C[i, j] X_i
 
-Sinkhorn: C += hc_eps; C /= (sum_i C + hc_eps); then (iterations - 1) times: C /= (sum_j C + hc_eps); C /= (sum_i C + hc_eps).
-A sum that is broadcast back is a product with a matrix of ones, and `baddbmm` adds the epsilon in the same call: two small
-operations a half-step instead of three.
+Sinkhorn: C += hc_eps; C /= (sum_i C + hc_eps); then (iterations - 1) times: C /= (sum_j C + hc_eps); C /= (sum_i C +
+hc_eps). A sum that is broadcast back is a product with a matrix of ones, and `baddbmm` adds the epsilon in the same
+call: two small operations a half-step instead of three.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["mhc_collapse", "mhc_expand", "mhc_mix", "sinkhorn"]
 def mhc_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, norm_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """streams [R, S, D], fn [S * D, 2S + S * S], base [2S + S * S], scale [2S + S * S] -> pre [R, S], post [R, S], C [R, S, S].
+    """streams [R, S, D], fn [S * D, 2S + S * S], base [2S + S * S], scale [2S + S * S] -> pre [R, S], post [R, S], C
+    [R, S, S].
 
     `scale` holds the three released scalars repeated over their columns. All float32.
     """
@@ -40,7 +41,7 @@ def mhc_mix(
 
 
 def sinkhorn(c: Tensor, iterations: int, eps: float) -> Tensor:
-    """c [R, S, S], rows already normalized by softmax, towards a doubly stochastic matrix; see the head of this file."""
+    """c [R, S, S], rows already normalized by softmax, towards a doubly stochastic matrix (head of this file)."""
     r, s, _ = c.shape
     ones = c.new_ones(1, 1, 1).expand(r, s, s)
     epsilons = c.new_full((1, 1, 1), eps).expand(r, s, s)
@@ -58,6 +59,6 @@ def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def mhc_expand(streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
-    """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]. The first index of c, the source, is summed."""
+    """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]. The source, first index of c, is summed."""
     spread = post[:, :, None].to(y.dtype) * y[:, None]
     return torch.baddbmm(spread, c.transpose(1, 2).to(streams.dtype), streams)

@@ -1,11 +1,12 @@
 """Mixture of experts: router, dispatch, expert MLPs, combine (model.md 2.5).
 
     s = sqrt(softplus(x Wg)); experts = top-k of s + bias; weight_e = scale * s_e / (sum of the chosen s + 1e-20)
-    expert: g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2; the shared expert has weight 1
-    out = sum over the chosen experts in ascending id, then the shared expert
+    expert: g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2; the shared expert has
+    weight 1 out = sum over the chosen experts in ascending id, then the shared expert
 
-Rows are grouped by expert in tiles of 8 (`plan_tiles`), zero rows filling up the last tile of each expert, so the bits of a row's
-output don't depend on the other rows; the sum in ascending expert id makes them independent of where the experts live, too.
+Rows are grouped by expert in tiles of 8 (`plan_tiles`), zero rows filling up the last tile of each expert, so the bits
+of a row's output don't depend on the other rows; the sum in ascending expert id makes them independent of where the
+experts live, too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2:
 
 
 def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
-    """pairs [R, k, D] in ascending expert id, shared [R, D] -> [R, D] in the dtype of `shared`, summed in float32, in that order."""
+    """pairs [R, k, D] in ascending expert id, shared [R, D] -> [R, D] in the dtype of `shared`, summed in float32, in
+    that order.
+    """
     total = pairs[:, 0].float()
     for choice in range(1, pairs.shape[1]):
         total = total + pairs[:, choice]

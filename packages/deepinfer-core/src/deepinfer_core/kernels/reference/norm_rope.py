@@ -1,12 +1,12 @@
 """RMSNorm and partial interleaved rotary embedding (model.md 2, 2.4).
 
-    rms_norm(x; w) = w * x * rsqrt(mean(x^2) + eps)                      in float32, rounded to the dtype of x
+rms_norm(x; w) = w * x * rsqrt(mean(x^2) + eps)                      in float32, rounded to the dtype of x
 
-    rope: the last `rotary` dims of a head are pairs (a, b) = (x[2k], x[2k + 1]); at position t they turn by t * f_k
-          a' = a cos - b sin,  b' = b cos + a sin;  the inverse turns back.
-    f_k = theta^(-2k / rotary), and on layers with a compressed cache YaRN: f_k <- f_k / factor * ramp_k + f_k (1 - ramp_k),
-    ramp_k = clamp((k - low) / (high - low), 0, 1), c(n) = rotary * ln(L / (2 pi n)) / (2 ln theta),
-    low = max(floor(c(beta_fast)), 0), high = min(ceil(c(beta_slow)), rotary - 1). There is no attention temperature.
+rope: the last `rotary` dims of a head are pairs (a, b) = (x[2k], x[2k + 1]); at position t they turn by t * f_k
+      a' = a cos - b sin,  b' = b cos + a sin;  the inverse turns back.
+f_k = theta^(-2k / rotary), and on layers with a compressed cache YaRN: f_k <- f_k / factor * ramp_k + f_k (1 - ramp_k),
+ramp_k = clamp((k - low) / (high - low), 0, 1), c(n) = rotary * ln(L / (2 pi n)) / (2 ln theta),
+low = max(floor(c(beta_fast)), 0), high = min(ceil(c(beta_slow)), rotary - 1). There is no attention temperature.
 """
 
 from __future__ import annotations

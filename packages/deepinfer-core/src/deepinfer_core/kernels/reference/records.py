@@ -4,9 +4,10 @@
     compressed  | D / 2 bytes, even value low nibble | D / 16 e4m3 scales |   288 B for D = 512
     index       | D / 2 bytes, even value low nibble | D / 32 e8m0 scales |    68 B for D = 128
 
-A *plain* cache holds the rounded values in a float dtype (the reference on the CPU), a *packed* one holds uint8 records (GPU kernels,
-export). Both have one row an entry and hold the same values. `pack` is meant for values that are not rounded yet: of rounded ones it
-keeps every value except in compressed groups whose scale is subnormal (largest magnitude below 0.1), where the scale is not unique.
+A *plain* cache holds the rounded values in a float dtype (the reference on the CPU), a *packed* one holds uint8
+records (GPU kernels, export). Both have one row an entry and hold the same values. `pack` is meant for values that are
+not rounded yet: of rounded ones it keeps every value except in compressed groups whose scale is subnormal (largest
+magnitude below 0.1), where the scale is not unique.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def read_rows(cache: Tensor, rows: Tensor, fmt: RecordFormat, dtype: torch.dtype
 
 
 def pack(values: Tensor, fmt: RecordFormat) -> Tensor:
-    """values [R, D], not rounded yet -> uint8 [R, num_bytes(D)]; `unpack` of it equals the rounding of the same values."""
+    """values [R, D], not rounded yet -> uint8 [R, num_bytes(D)]; `unpack` of it equals the rounded values."""
     groups = values.float().unflatten(-1, (-1, fmt.group))
     amax = groups.abs().amax(-1, keepdim=True)
     if fmt.name == "window":

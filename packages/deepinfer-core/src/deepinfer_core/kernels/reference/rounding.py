@@ -5,9 +5,9 @@
     compressed    e2m1, |v| <= 6       16  e4m3(max(amax, 6 * 2^-9) / 6)                288
     index         e2m1, |v| <= 6       32  2^ceil(log2(max(amax, 6 * 2^-126) / 6))      68
 
-The model was trained with these roundings, so they are part of it on every backend and in every dtype. All results are exact in
-bfloat16. Powers of two are built from the bits of the float: `2 ** ceil(log2(x))` in floating point is off for one mantissa per
-binade (model.md 2.1, 2.4, 10.2). Rounding is to nearest, ties to even.
+The model was trained with these roundings, so they are part of it on every backend and in every dtype. All results are
+exact in bfloat16. Powers of two are built from the bits of the float: `2 ** ceil(log2(x))` in floating point is off
+for one mantissa per binade (model.md 2.1, 2.4, 10.2). Rounding is to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ceil_power_of_two", "round_compressed", "round_e2m1", "round_e4m3", "round_index", "round_window", "straight_through"]
+__all__ = [
+    "ceil_power_of_two",
+    "round_compressed",
+    "round_e2m1",
+    "round_e4m3",
+    "round_index",
+    "round_window",
+    "straight_through",
+]
 
 _EXPONENT = 0x7F800000
 _MANTISSA = 0x007FFFFF

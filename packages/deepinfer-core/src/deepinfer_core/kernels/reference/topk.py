@@ -1,7 +1,7 @@
 """Top-k with one rule for the whole engine: value descending, then lower index; invisible entries never enter.
 
-A float32 score and its index form one int64 key, so that no two keys are equal and the choice depends neither on padding nor on the
-library's order among ties:
+A float32 score and its index form one int64 key, so that no two keys are equal and the choice depends neither on
+padding nor on the library's order among ties:
 
     key = (order-preserving integer of the score) << 32 | (2^32 - 1 - index)
 """
@@ -18,7 +18,9 @@ _NEGATIVE_INFINITY = -0x7F800001  # order-preserving integer of -inf
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k best of scores [..., N] float32, best first, -1 where fewer than k are above -inf: [..., k] int64."""
+    """Indices of the k best of scores [..., N] float32, best first, -1 where fewer than k are above -inf: [..., k]
+    int64.
+    """
     n = scores.shape[-1]
     bits = (scores + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,0 +1,114 @@
+"""Every operation of the chosen provider against the reference; see the package docstring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_core.kernels.conformance.cases import CacheContent, Case, Inputs, all_cases
+from deepinfer_core.kernels.contract import OPS, Capability, Kernels
+from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.registry import provider_statuses
+
+
+@dataclass(frozen=True)
+class _Provider:
+    table: Kernels
+    own: frozenset[str]
+    device: str
+    cache_form: str
+
+
+_CASES = list(all_cases())
+_ROW_COUNTS = (1, 13, 40)
+
+
+@pytest.fixture(scope="session")
+def provider_name(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--provider"))
+
+
+@pytest.fixture(scope="session")
+def provider(provider_name: str) -> _Provider:
+    """The provider's table, the operations that are its own, its device and cache form."""
+    if provider_name == "reference":
+        return _Provider(REFERENCE, frozenset(OPS), "cpu", "plain")
+    found = {status.name: status for status in provider_statuses()}
+    if provider_name not in found:
+        pytest.fail(f"provider {provider_name!r} is not installed; installed: {', '.join(found) or 'none'}")
+    status = found[provider_name]
+    if status.provider is None or not isinstance(status.result, Capability):
+        pytest.fail(f"provider {provider_name} cannot run here: {status.result}")
+    own = status.provider.load()
+    return _Provider(replace(REFERENCE, **own), frozenset(own), status.result.device, status.provider.cache_form)
+
+
+@pytest.fixture(scope="session")
+def dtype(request: pytest.FixtureRequest, provider: _Provider) -> torch.dtype:
+    named = request.config.getoption("--provider-dtype")
+    default = torch.float32 if provider.device == "cpu" else torch.bfloat16
+    return default if named is None else {"float32": torch.float32, "bfloat16": torch.bfloat16}[named]
+
+
+def test_every_operation_has_a_case() -> None:
+    assert {case.op for case in _CASES} == set(OPS)
+
+
+@pytest.mark.parametrize("rows", _ROW_COUNTS)
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case.op}-{case.name}")
+def test_operation_equals_the_reference(case: Case, rows: int, provider: _Provider, dtype: torch.dtype) -> None:
+    if case.op not in provider.own:
+        pytest.skip(f"{case.op} comes from the reference")
+    row_inputs, shared = _inputs(case, rows, provider, dtype)
+    expected = case.run(REFERENCE, row_inputs, shared)
+    actual = case.run(provider.table, row_inputs, shared)
+    contract = OPS[case.op]
+    tolerance = contract.float32_tolerance if dtype == torch.float32 else contract.bfloat16_tolerance
+    for got, want in zip(actual, expected, strict=True):
+        assert got.shape == want.shape
+        if contract.exact and not case.op.startswith("plan_"):
+            assert torch.equal(got, want), f"{case.op} must be exact"
+            continue
+        assert torch.equal(got.isinf(), want.isinf())
+        finite = want.isfinite()
+        error = (got.float() - want.float()).abs()[finite]
+        allowed = tolerance * (1.0 + want.float().abs()[finite])
+        wrong = int((error > allowed).sum())
+        assert wrong <= 0.001 * error.numel(), (
+            f"{wrong} of {error.numel()} elements, largest error {error.max().item():.3g}"
+        )
+
+
+@pytest.mark.parametrize("case", [case for case in _CASES if case.by_row], ids=lambda case: f"{case.op}-{case.name}")
+def test_a_row_does_not_depend_on_the_other_rows(case: Case, provider: _Provider, dtype: torch.dtype) -> None:
+    if case.op not in provider.own or not OPS[case.op].row_invariant:
+        pytest.skip(f"{case.op} is not promised by this provider")
+    rows = 48
+    row_inputs, shared = _inputs(case, rows, provider, dtype)
+    together = case.run(provider.table, row_inputs, shared)
+    for start, count in ((0, 1), (5, 1), (0, 3), (7, 8), (16, 17), (1, 40)):
+        part = {name: value[start : start + count].clone() for name, value in row_inputs.items()}
+        for got, want in zip(case.run(provider.table, part, shared), together, strict=True):
+            assert torch.equal(got, want[start : start + count]), (
+                f"rows {start}..{start + count - 1} changed with their company"
+            )
+
+
+def _inputs(case: Case, rows: int, provider: _Provider, dtype: torch.dtype) -> tuple[Inputs, Inputs]:
+    generator = torch.Generator().manual_seed(len(case.name) * 1009 + rows)
+    row_inputs, shared = case.make(rows, generator)
+    return _move(row_inputs, provider, dtype), _move(shared, provider, dtype)
+
+
+def _move(inputs: Inputs, provider: _Provider, dtype: torch.dtype) -> Inputs:
+    def move(value: object) -> object:
+        if isinstance(value, CacheContent):
+            return value.stored(provider.cache_form, dtype, provider.device)
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(provider.device, dtype if value.dtype == torch.float32 else value.dtype)
+
+    return {name: move(value) for name, value in inputs.items()}

@@ -35,22 +35,18 @@ def rules(decoder_prefill: str = "compact", prefix_replay: str = "exact") -> Rep
 
 def alone(prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> list[int]:
     """The tokens of a request, from the definition of the simulated model and of stops."""
-    state = np.uint64(0)
     tokens = list(prompt)
-    for position, token in enumerate(prompt):
-        state = state + mix(token, position)
-    output: list[int] = []
+    state = sum(int(mix(token, position)) for position, token in enumerate(prompt)) % 2**64
     limit = min(max_model_len, len(prompt) + (params.max_tokens or max_model_len))
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
     while len(tokens) < limit:
-        position = np.array([len(tokens)])
-        drawn = int(next_token(np.array([state]).reshape(1), np.array([seed], np.uint64), position, VOCAB)[0])
-        tokens.append(drawn)
-        output.append(drawn)
-        if drawn in stops and len(output) > params.min_tokens:
+        position = len(tokens)
+        drawn = next_token(np.array([state], np.uint64), np.array([seed], np.uint64), np.array([position]), VOCAB)
+        tokens.append(int(drawn[0]))
+        if tokens[-1] in stops and position >= len(prompt) + params.min_tokens:
             break
-        state = state + mix(drawn, len(tokens) - 1)
-    return output
+        state = (state + int(mix(tokens[-1], position))) % 2**64
+    return tokens[len(prompt) :]
 
 
 @dataclass
@@ -81,6 +77,16 @@ class Engine:
                 return
             self.step()
         raise AssertionError(f"{self.scheduler.num_unfinished} requests are not done after {max_steps} steps")
+
+
+def expect_short_answers(engine: Engine) -> None:
+    """Serve answers of one token, so that admission thinks that the next ones will be short too, and lets too many in."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True, stop_token_ids=list(range(VOCAB)))
+    for seed in range(100):
+        engine.scheduler.add([2, 3], params, seed=seed)
+    engine.run()
+    engine.tokens.clear()
+    engine.finished.clear()
 
 
 def make_engine(

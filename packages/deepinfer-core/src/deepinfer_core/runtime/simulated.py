@@ -269,10 +269,11 @@ class SimulatedDevice:
             for i in range(plan.num_segments)
             if self._tenant(plan, i).admission.request_number in self.faults.failing_requests
         }
-        chosen = [i for i in range(plan.num_segments) if plan.row_sample[start[i + 1] - 1] and i not in errors]
+        known = np.array([len(self._tenant(plan, i).admission.token_ids) for i in range(plan.num_segments)])
+        draws = base + counts >= known  # rows of the prompt before its last are sampled for prompt_logprobs only
+        chosen = [i for i in np.flatnonzero(draws).tolist() if i not in errors]
         entries = np.array(chosen, np.int64)
-        verified = np.where(plan.row_sample[start[entries]], counts[entries] - 1, 0)
-        verified[plan.row_source[start[entries]] == TokenSource.GIVEN] = 0
+        verified = np.where(plan.row_source[start[entries]] == TokenSource.HELD, counts[entries] - 1, 0)
         first_row = start[entries + 1] - 1 - verified
         width = 1 + self.num_drafts
         column = np.arange(width, dtype=np.int64)

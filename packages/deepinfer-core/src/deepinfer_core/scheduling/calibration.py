@@ -44,9 +44,7 @@ class ConfidenceLog:
                 f"a confidence log needs [N, D], [N] and [N]; it has {self.confidences.shape}, "
                 f"{self.num_verified.shape} and {self.num_accepted.shape}"
             )
-        if n and not (
-            np.isfinite(self.confidences).all() and 0 <= self.confidences.min() <= self.confidences.max() <= 1
-        ):
+        if not ((self.confidences >= 0) & (self.confidences <= 1)).all():  # NaN is neither
             raise ConfigError("a confidence log holds confidences that are not from 0 to 1")
         if ((self.num_accepted < 0) | (self.num_accepted > self.num_verified)).any():
             raise ConfigError("a confidence log says that more drafts were accepted than verified")
@@ -54,7 +52,7 @@ class ConfidenceLog:
     def judged(self, position: int) -> BoolArray:
         """Records [N] in which the draft at `position` (from 0) was verified.
 
-        One that was rejected earlier without it would tell the outcome too, but only if it is bad: counting it would bias.
+        A block that failed earlier without it tells the outcome too, but only a bad one: counting it would bias.
         """
         return self.num_verified > position
 
@@ -125,7 +123,7 @@ class Calibration:
         )
 
     def for_use(self, verification: Verification, num_drafts: int) -> tuple[float, ...]:
-        """The temperatures. Raises ConfigError for another verification mode or draft length than they were fitted for."""
+        """The temperatures. Raises ConfigError for another mode or draft length than they were fitted for."""
         if verification != self.verification or num_drafts != len(self.temperatures):
             raise ConfigError(
                 f"this calibration is for verification={self.verification!r} with {len(self.temperatures)} drafts, not "

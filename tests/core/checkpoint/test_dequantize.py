@@ -144,5 +144,6 @@ def test_extreme_blocks_stay_finite_and_keep_their_sign(value: float) -> None:
 def test_the_inputs_of_quantization_are_left_alone() -> None:
     values = torch.randn(3, 40, 34)
     copy = values.clone()
-    quantize_fp8_blocks(values), quantize_fp4(values), quantize_rows(values)
+    for quantize in (quantize_fp8_blocks, quantize_fp4, quantize_rows):
+        quantize(values)
     assert torch.equal(values, copy)

@@ -63,7 +63,7 @@ def test_a_table_may_have_more_rows_than_its_columns_need() -> None:
 
 @pytest.mark.bad_input
 def test_a_table_too_small_for_its_columns_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is 59 for layer 0.* need 60 rows"):
+    with pytest.raises(ConfigError, match=r"is 59 for layer 0.* need 60 rows"):
         engram_hashes(small_config(engram_num_embeddings=[59]))
 
 
@@ -132,9 +132,9 @@ def test_a_model_without_engram_needs_no_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.bad_input
 def test_a_tokenizer_of_another_model_is_refused(small: Path) -> None:
-    with pytest.raises(CheckpointError, match="gives 50 Engram token classes; config.json has .* 49"):
+    with pytest.raises(CheckpointError, match=r"gives 50 Engram token classes; config\.json has .* 49"):
         load_token_classes(small, small_config(engram_compressed_vocab_size=49))
-    with pytest.raises(CheckpointError, match="has 60 tokens; config.json has a vocabulary of 59"):
+    with pytest.raises(CheckpointError, match=r"has 60 tokens; config\.json has a vocabulary of 59"):
         load_token_classes(small, small_config(vocab_size=59))
 
 
@@ -157,7 +157,7 @@ def test_the_owners_of_a_table_add_up_to_the_whole() -> None:
 
     rows = torch.tensor([0, 19, 7, 7, 8, 12])
     whole = table(range(20)).lookup(rows)
-    shares = [table(range(0, 8)), table(range(8, 8)), table(range(8, 20))]
+    shares = [table(range(8)), table(range(8, 8)), table(range(8, 20))]
     assert torch.equal(sum((share.lookup(rows) for share in shares), torch.zeros(6, 32)), whole)
     assert shares[2].owned_rows == range(8, 20)
     assert not shares[0].lookup(rows)[1].any()

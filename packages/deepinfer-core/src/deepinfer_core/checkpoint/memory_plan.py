@@ -81,6 +81,11 @@ class Workload:
             check_integer("drafts", self.num_drafts, 0, 256, ConfigError)
 
     @property
+    def tables_on_device(self) -> bool:
+        """Whether Engram rows take device memory; the device of the plain form is the host itself."""
+        return self.engram_storage == "device" or (self.engram_storage == "memory" and self.form == "plain")
+
+    @property
     def budget_bytes(self) -> int | None:
         """Device memory that may be planned."""
         return None if self.device_bytes is None else int(self.device_bytes * self.memory_fraction)
@@ -140,7 +145,7 @@ def plan_memory(config: ModelConfig, workload: Workload) -> MemoryPlan:
     return MemoryPlan(
         workload=workload,
         ranks=_ranks(config, sizes, workload),
-        host_bytes=tables if workload.engram_storage == "memory" else 0,
+        host_bytes=tables if workload.engram_storage == "memory" and not workload.tables_on_device else 0,
         disk_bytes=tables if workload.engram_storage == "disk" else 0,
         ring_slots=config.sliding_window + _backtrack(config, workload.num_drafts),
         limits=None if workload.budget_bytes is None else _limits(config, sizes, workload, workload.budget_bytes),
@@ -200,7 +205,7 @@ class _Sizes:
         parts = Counter(self.whole)
         for (part, num_experts), expert_bytes in self.experts.items():
             parts[part] += expert_bytes * len(share(num_experts, rank, workload.num_devices))
-        if workload.engram_storage == "device":
+        if workload.tables_on_device:
             for num_rows, row_bytes in self.tables:
                 parts["engram_table"] += row_bytes * len(share(num_rows, rank, workload.num_devices))
         return dict(parts)

@@ -4,9 +4,9 @@
     FP4    s = 2^ceil(log2(amax / 6)) of each 32 columns of a row, codes e2m1(w / s), even column in the low nibble
     row    s = 2^ceil(log2(amax / 448)) of each 32 columns of a row, codes e4m3(w / s)
 
-Quantizing what `dequantize` returned gives the same values again (the same bytes, if the scales were the smallest to
-begin with). A straight-through forward of a trainer is `dequantize_x(*quantize_x(w))`. Inputs are float tensors with
-any leading batch dimensions whose finite values lie below 2^127; what they round to is exact in bfloat16.
+Quantizing what `dequantize` returned gives the same values again, and the same bytes if no smaller scales hold them. A
+straight-through forward of a trainer is `dequantize_x(*quantize_x(w))`. Inputs are float tensors with any leading batch
+dimensions whose finite values lie below 2^127; what they round to is exact in bfloat16.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ nothing  ─► DEEPINFER_HF_MODEL_DIR ─► with an accelerator: the released 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,69 @@ RELEASED_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 _BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "models" / BUNDLED_MODEL
 _MODEL_VARIABLE = "DEEPINFER_HF_MODEL_DIR"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_FILES = ["*.json", "*.safetensors"]  # never code
+_DESCRIPTION_FILES = ["*.json"]
+_WEIGHT_FILES = ["*.safetensors"]  # code and pickles are never fetched
 
 
 def resolve_model(
-    model: str | Path | None = None, *, accelerator: str = "cpu", revision: str | None = None, progress: bool = True
+    model: str | Path | None = None,
+    *,
+    accelerator: str = "cpu",
+    revision: str | None = None,
+    weights: bool = True,
+    progress: bool = True,
 ) -> Path:
     """Folder of the checkpoint to use; it holds a config.json. Downloads from the hub where that is what was named.
 
-    `accelerator` decides what no name means; `revision` counts for the hub only. Raises ModelNotFoundError, which says
-    what to name or set instead.
+    `accelerator` decides what no name means; `revision` counts for the hub only. `weights=False` leaves shards there:
+    config, index and tokenizer are enough for a plan. Raises ModelNotFoundError, which says what to name or set.
     """
     if model is None:
         folder = read_text(_MODEL_VARIABLE)
         if folder is not None:
-            return _existing_folder(Path(folder), f"{_MODEL_VARIABLE} is {shown(folder)}")
+            return _existing_folder(_local(folder), f"{_MODEL_VARIABLE} is {shown(folder)}")
         model = BUNDLED_MODEL if accelerator == "cpu" else RELEASED_MODEL
     if model == BUNDLED_MODEL:
         return _existing_folder(_BUNDLED_FOLDER, "this installation lacks the bundled model 'tiny'")
-    path = Path(model).expanduser()
-    if not path.exists() and isinstance(model, str) and _HUB_NAME.fullmatch(model):
-        return _existing_folder(_download(model, revision, progress), f"the hub's {model}")
+    path = _local(model)
+    if isinstance(model, str) and _HUB_NAME.fullmatch(model) and not _answers(path.exists):
+        return _existing_folder(_download(model, revision, weights, progress), f"the hub's {model}")
     return _existing_folder(path, f"the model is {shown(str(model))}")
 
 
 def _existing_folder(folder: Path, what: str) -> Path:
-    if (folder / "config.json").is_file():
+    if _answers((folder / "config.json").is_file):
         return folder
-    why = "has no config.json" if folder.is_dir() else "is no folder"
+    why = "has no config.json" if _answers(folder.is_dir) else "is no folder"
     raise ModelNotFoundError(
-        f"{what}, but {folder} {why}; name a checkpoint folder as model or in {_MODEL_VARIABLE}, "
+        f"{what}, but {shown(str(folder))} {why}; name a checkpoint folder as model or in {_MODEL_VARIABLE}, "
         f"or a model of the hub such as {RELEASED_MODEL}"
     )
 
 
-def _download(name: str, revision: str | None, progress: bool) -> Path:
+def _local(name: str | Path) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # "~somebody" who has no home here
+        return Path(name)
+
+
+def _answers(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except OSError:  # a name too long for a file, a folder that may not be looked into
+        return False
+
+
+def _download(name: str, revision: str | None, weights: bool, progress: bool) -> Path:
     from huggingface_hub import snapshot_download  # 0.2 s to import, needed only here
 
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=_FILES, tqdm_class=None if progress else _SilentProgress
+            name,
+            revision=revision,
+            allow_patterns=_DESCRIPTION_FILES + _WEIGHT_FILES * weights,
+            tqdm_class=None if progress else _SilentProgress,
         )
     except Exception as error:  # network, hub and disk each have their own families of exceptions
         reason = str(error).strip().splitlines()

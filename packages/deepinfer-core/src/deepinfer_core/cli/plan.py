@@ -184,11 +184,7 @@ def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
     per_token = ", ".join(f"{kv_bytes_per_token(config, form):,.0f} B {form}" for form in get_args(Form))
     sentences = [
         f"Long-range KV a token: {per_token}. Window rings: {plan.ring_slots} slots a sequence and layer.",
-        {
-            "memory": f"Engram tables: {_shown(plan.host_bytes)} of host memory, one copy for all ranks.",
-            "disk": f"Engram tables: {_shown(plan.disk_bytes)} read from disk row by row.",
-            "device": "Engram tables: on the devices, rows split over the ranks.",
-        }[work.engram_storage],
+        _engram_sentence(plan),
     ]
     asked = f"Sequences: {work.num_sequences} of {work.context_tokens:,} tokens on {work.num_devices} device(s)"
     if work.budget_bytes is None or plan.limits is None:
@@ -210,6 +206,14 @@ def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
         f"Fewest devices: {limits.num_devices or 'no number of them is enough'}."
     )
     return sentences
+
+
+def _engram_sentence(plan: MemoryPlan) -> str:
+    if plan.workload.tables_on_device:
+        return "Engram tables: in device memory, rows split over the ranks."
+    if plan.disk_bytes:
+        return f"Engram tables: {_shown(plan.disk_bytes)} stay on disk; only looked-up rows are read."
+    return f"Engram tables: {_shown(plan.host_bytes)} of host memory, one copy for all ranks."
 
 
 def _table(title: str, *columns: str) -> Table:

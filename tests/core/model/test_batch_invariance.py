@@ -121,12 +121,14 @@ def test_replayed_rows_rebuild_windows_and_write_no_block(tiny_a: TinyModel) -> 
     start = 128 - config.num_hidden_layers * (config.sliding_window - 1)
     history = torch.tensor(tokens[start - 3 : start])
     ring = state.layout.history
-    state.history[0 * ring.capacity + torch.arange(start - 3, start) % ring.capacity] = tiny_a.params.token_classes[history]
+    state.history[0 * ring.capacity + torch.arange(start - 3, start) % ring.capacity] = tiny_a.params.token_classes[
+        history
+    ]
     for window in state.window:
         window.fill_(float(7))  # whatever an earlier request left
     tiny_a.step(state, plan_of([Chunk(0, start, tokens[start:128], window_from=start, writes=Writes.WINDOW)]))
     for name, (cache, per_block) in state.block_buffers().items():
-        assert torch.equal(cache[: -per_block], before[name][: -per_block]), name
+        assert torch.equal(cache[:-per_block], before[name][:-per_block]), name
     out = tiny_a.step(state, plan_of([Chunk(0, 128, tokens[128:])]))
     assert out.logits is not None
     assert torch.equal(out.logits, tiny_a.logits(tokens)[128:])

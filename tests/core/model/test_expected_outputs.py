@@ -1,7 +1,7 @@
 """The fixture checkpoints against nemo-automodel 0.7.0 and an independent cached implementation.
 
-Acceptance is that of the README that came with the fixtures: tight limits for almost all sequences, hard ones for all. The rounded
-caches make the model discontinuous, so single rows may differ between two correct programs.
+Acceptance is that of the README that came with the fixtures: tight limits for almost all sequences, hard ones for all.
+The rounded caches make the model discontinuous, so single rows may differ between two correct programs.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@
     for output in llm.generate(["The sea", "A list:"], SamplingParams(temperature=0.7)):
         print(output.prompt, output.outputs[0].text)
 
-A request's tokens are a function of weights, prompt, parameters and seed: not of what else is asked for in the same call
-(design.md 6). The seed of every answer is in its output.
+A request's tokens are a function of weights, prompt, parameters and seed: not of what else is asked for in the same
+call (design.md 6). The seed of every answer is in its output.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from deepinfer_core.config.checks import check_integers, shown
@@ -216,12 +216,15 @@ class _Request:
 
     def add_prompt_logprobs(self, answer: Answer, entries: Sequence[TokenLogprobs]) -> None:
         """Every answer computes them; they are the same, so those of the first are kept."""
-        if answer is not self.answers[0]:
-            return
-        self._scored += entries
-        # A request that was preempted scores its prompt again from the start: the last pass counts.
-        last = self._scored[-(len(self.token_ids) - 1) :]
-        self.output.prompt_logprobs = [None, *(logprob_table(entry, self._tokenizer) for entry in last)]
+        if answer is self.answers[0]:
+            self._scored += entries
+
+    def finish(self) -> None:
+        """All answers are finished."""
+        if self.output.prompt_logprobs is not None:
+            # A request that was preempted scores its prompt again from the start: the last pass counts.
+            last = self._scored[len(self._scored) - (len(self.token_ids) - 1) :] if self._scored else []
+            self.output.prompt_logprobs += [logprob_table(entry, self._tokenizer) for entry in last]
 
 
 def _distribute(outputs: StepOutputs, answers: dict[int, tuple[_Request, Answer]], bar: tqdm[Any]) -> None:
@@ -235,6 +238,7 @@ def _distribute(outputs: StepOutputs, answers: dict[int, tuple[_Request, Answer]
         answer.finish(end)
         request.output.num_cached_tokens = max(request.output.num_cached_tokens, end.hit_tokens)
         if request.output.finished:
+            request.finish()
             bar.update()
 
 
@@ -267,10 +271,10 @@ def _as_list(name: str, values: Any) -> list[Any]:
 
 
 def _print_settings(resolved: ResolvedSettings) -> None:
-    console = Console(file=sys.stderr)
+    console = Console(stderr=True)
     table = Table("setting", "value", "from", title="Settings")
     for row in resolved.rows():
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
     for note in resolved.notes:
         console.print(f"Note: {note}", style="yellow", markup=False)

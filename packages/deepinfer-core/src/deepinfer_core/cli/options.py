@@ -1,0 +1,119 @@
+"""Flags made from the dataclasses: every setting of `EngineConfig`, every number of `SamplingParams`.
+
+max_num_seqs: int = 256     ->  --max-num-seqs N          overlap: bool = True      ->  --overlap [0|1]
+seed (of the engine)        ->  --engine-seed             since --seed is the request's
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from typing import Any
+
+from deepinfer_core.config.engine import Setting, all_settings, parse_text
+from deepinfer_core.config.sampling import SamplingParams
+from deepinfer_core.errors import RequestError
+
+__all__ = ["add_sampling_flags", "add_setting_flags", "sampling_from", "settings_from"]
+
+_RENAMED = {"seed": "engine_seed"}
+_UNSET = object()
+
+# Parameters of SamplingParams that a flag cannot say, or that the command decides.
+_NO_FLAG = ("structured", "detokenize", "logprobs_mode")
+
+
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each setting; a flag that is not given leaves the environment or the default in force."""
+    group = parser.add_argument_group("settings of the engine")
+    for setting in all_settings().values():
+        group.add_argument(
+            _flag(_RENAMED.get(setting.name, setting.name)),
+            dest=f"setting_{setting.name}",
+            default=_UNSET,
+            **_value(setting.annotation),
+            help=f"{setting.part or 'engine'}; default {_shown(setting)}",
+        )
+
+
+def settings_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, typed. Raises ConfigError for a text that is no value of the setting's type."""
+    given = {name: getattr(args, f"setting_{name}") for name in all_settings()}
+    return {
+        name: parse_text(_flag(_RENAMED.get(name, name)), all_settings()[name].annotation, text)
+        for name, text in given.items()
+        if text is not _UNSET
+    }
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each sampling parameter that a command line can say."""
+    group = parser.add_argument_group("sampling (SamplingParams explains each)")
+    hints = typing.get_type_hints(SamplingParams)
+    for spec in dataclasses.fields(SamplingParams):
+        if spec.name in _NO_FLAG:
+            continue
+        value: dict[str, Any] = _value(hints[spec.name])
+        if spec.name in ("stop", "stop_token_ids"):
+            value = {"action": "append", "metavar": "TEXT" if spec.name == "stop" else "ID"}
+        group.add_argument(
+            _flag(spec.name), dest=f"sampling_{spec.name}", default=_UNSET if "action" not in value else None, **value,
+            help=f"default {spec.default}",
+        )  # fmt: skip
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given, typed, as arguments of SamplingParams."""
+    hints = typing.get_type_hints(SamplingParams)
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(SamplingParams):
+        given: Any = getattr(args, f"sampling_{spec.name}", _UNSET)
+        if given is _UNSET or given is None:
+            continue
+        if spec.name == "logit_bias":
+            values[spec.name] = _json_object("--logit-bias", given)
+        elif spec.name == "stop":
+            values[spec.name] = given
+        elif spec.name == "stop_token_ids":
+            values[spec.name] = [parse_text("--stop-token-ids", int, text) for text in given]
+        else:
+            values[spec.name] = parse_text(_flag(spec.name), _scalar(hints[spec.name]), given)
+    return values
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _value(annotation: Any) -> dict[str, Any]:
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if bool in options and int not in options:
+        return {"nargs": "?", "const": "1", "metavar": "0|1"}
+    kind = next(option for option in options if option is not types.NoneType)
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    return {"metavar": {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")}
+
+
+def _scalar(annotation: Any) -> Any:
+    """`int | bool | None` (prompt_logprobs) is a number on the command line."""
+    options = typing.get_args(annotation)
+    return int | None if bool in options and int in options else annotation
+
+
+def _shown(setting: Setting) -> str:
+    default = setting.default
+    return ",".join(f"{item:g}" for item in default) if isinstance(default, tuple) else str(default)
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is not valid JSON ({error}); give an object such as '{{\"17\": -5}}'") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is a JSON {type(value).__name__}; give an object such as '{{\"17\": -5}}'")
+    return value

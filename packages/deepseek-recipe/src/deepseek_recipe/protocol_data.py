@@ -126,6 +126,12 @@ IMAGE_UNSUPPORTED_PLACEHOLDER: Final = "[Unsupported Image]"
 INPUT_FILE_PLACEHOLDER: Final = "[Unsupported Document]"
 DOCUMENT_PLACEHOLDER: Final = "[Unsupported document type: {media_type}]"
 
+SYSTEM_REMINDER: Final = "<system-reminder>\n{text}\n</system-reminder>"
+"""How V4 shows a system message in the middle of a Messages conversation: as a user message."""
+
+NAMESPACE_MARK: Final = "::"
+V4_NAMESPACE_MARK: Final = "__"
+
 APPLY_PATCH_NAME: Final = "apply_patch"
 APPLY_PATCH_DESCRIPTION: Final = (
     "Use the `apply_patch` tool to edit files.\n"
@@ -202,6 +208,9 @@ APPLY_PATCH_DESCRIPTION: Final = (
     "- You must include a header with your intended action (Add/Delete/Update)\n"
     "- You must prefix new lines with `+` even when creating a new file\n"
     "- File references can only be relative, NEVER ABSOLUTE.\n"
+)
+V4_APPLY_PATCH_DESCRIPTION: Final = APPLY_PATCH_DESCRIPTION.replace(
+    "envelope:\n\n*** Begin Patch", "envelope:\n*** Begin Patch", 1
 )
 APPLY_PATCH_PARAMETERS: Final[dict[str, Any]] = {
     "type": "object",

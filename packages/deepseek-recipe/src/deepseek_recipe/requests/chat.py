@@ -30,9 +30,9 @@ from deepseek_recipe.requests.common import (
     Thinking,
     ToolChoice,
     ToolSpec,
+    check_format_with_tools,
     check_json_word,
     check_tool_name,
-    check_unique,
     checked_stop,
     define_tools,
     model_version,
@@ -108,6 +108,7 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     _check_prefix(body)
     choice, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
     tools = define_tools(specs)
+    check_format_with_tools(tools, body.response_format is not None)
     format_settings, constraint = _response_format(body.response_format, messages, thinking)
     tools_active = bool(tools)
     required = choice == "required"
@@ -178,8 +179,8 @@ def _check_prefix(body: wire.ChatBody) -> None:
             continue
         if index != len(body.messages) - 1:
             raise ConversionError(f"messages[{index}].prefix: only the last message can be continued")
-        if body.tools:
-            raise ConversionError(f"messages[{index}].prefix: cannot be combined with tools")
+        if body.tools or any(isinstance(t, wire.AssistantTurn) and t.tool_calls for t in body.messages):
+            raise ConversionError(f"messages[{index}].prefix: cannot be combined with tools or tool calls")
         if isinstance(body.response_format, wire.JsonObjectFormat):
             raise ConversionError(f"messages[{index}].prefix: cannot be combined with the response format json_object")
 
@@ -200,7 +201,6 @@ def _tool_specs(tools: Sequence[wire.Tool]) -> list[ToolSpec]:
         path = f"tools[{index}].function.name"
         check_tool_name(function.name, path)
         specs.append(ToolSpec(function.name, function.description, function.parameters, path, function.strict))
-    check_unique(spec.name for spec in specs)
     return specs
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Thinking",
     "ToolChoice",
     "ToolSpec",
+    "check_format_with_tools",
     "check_json_word",
     "checked_stop",
     "define_tools",
@@ -211,6 +212,7 @@ def resolve_choice(
     """The conversation's choice (auto, none or required) and the tools that it leaves."""
     if choice.mode == "none":
         return "none", []
+    check_unique(spec.name for spec in specs)
     if not specs or choice.mode == "auto":
         return "auto", specs
     if choice.name is not None:
@@ -283,6 +285,12 @@ def check_json_word(conversation_texts: Iterable[str]) -> None:
     """JSON mode without the word in the prompt makes models write blanks for ever."""
     if not any("json" in text.lower() for text in conversation_texts):
         raise ConversionError("the messages must contain the word 'json' in some form to use json_object")
+
+
+def check_format_with_tools(tools: Sequence[ToolDefinition], has_format: bool) -> None:
+    """Strict tools already say what the output looks like."""
+    if has_format and any(tool.strict for tool in tools):
+        raise ConversionError("response_format: cannot be combined with strict tools")
 
 
 def response_schemas(schema: Any, strict: bool | None, path: str) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
 """Messages requests.
 
-system            the first system message; blocks of billing headers are dropped
+system            the first system message; a billing header in its first block is dropped
 user blocks       tool results first, covering the calls of the message before; then every text or image block is a
                   user message of its own
 assistant blocks  texts, reasoning and calls of one assistant message
@@ -19,7 +19,6 @@ from deepseek_recipe.requests.common import (
     ToolChoice,
     ToolSpec,
     check_tool_name,
-    check_unique,
     checked_stop,
     define_tools,
     model_version,
@@ -36,7 +35,7 @@ from deepseek_recipe.requests.messages_blocks import BlockConverter
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest, with_native_error
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions
-from deepseek_recipe.enums import WebSearchBehavior
+from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def _convert(
     switch = body.thinking.type if body.thinking else None
     thinking = resolve_thinking(switch, body.output_config.effort if body.output_config else None, options)
     stop = checked_stop(body.stop_sequences or (), "stop_sequences")
-    specs = _tool_specs(tools, options)
+    specs = _tool_specs(tools, version, options)
     known_names = {spec.name for spec in specs}
     choice = _choice(body, extended)
     declared = {tool.name: tool for tool in _defined(specs)} if choice.mode != "none" else {}
@@ -141,11 +140,16 @@ def _system(system: str | list[wire.SystemBlock] | None) -> list[Message]:
         return []
     if isinstance(system, str):
         return [SystemMessage(system)]
-    texts = [block.text for block in system if not block.text.lower().startswith(_BILLING_HEADER)]
+    texts = [block.text for block in system]
+    if texts and texts[0].lower().startswith(_BILLING_HEADER):
+        del texts[0]
     return [SystemMessage("\n\n".join(texts))]
 
 
-def _tool_specs(tools: list[wire.Tool | wire.HostedTool], options: ConversionOptions) -> list[ToolSpec]:
+def _tool_specs(
+    tools: list[wire.Tool | wire.HostedTool], version: ModelVersion, options: ConversionOptions
+) -> list[ToolSpec]:
+    knows_deferral = version is not ModelVersion.DeepseekV4Pro
     specs: list[ToolSpec] = []
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
@@ -155,9 +159,8 @@ def _tool_specs(tools: list[wire.Tool | wire.HostedTool], options: ConversionOpt
                 raise ConversionError(f"{path}: hosted tools such as {tool.type!r} are not supported")
             continue
         check_tool_name(tool.name, f"{path}.name")
-        place, deferred = f"{path}.input_schema", bool(tool.defer_loading)
+        place, deferred = f"{path}.input_schema", knows_deferral and bool(tool.defer_loading)
         specs.append(ToolSpec(tool.name, tool.description, tool.input_schema, place, None, deferred))
-    check_unique(spec.name for spec in specs)
     if specs and all(spec.defer_loading for spec in specs):
         raise ConversionError("tools: at least one tool must not be deferred")
     return specs

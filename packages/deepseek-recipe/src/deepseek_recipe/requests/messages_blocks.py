@@ -52,7 +52,7 @@ class BlockConverter:
         *,
         extended: bool,
     ) -> None:
-        self._shows_images = version is not ModelVersion.DeepseekV4Pro
+        self._is_pro = version is ModelVersion.DeepseekV4Pro
         self._image = options.special_tokens.token(SpecialToken.Image)
         self._drops_web_search = options.messages_web_search is WebSearchBehavior.Drop
         self._declared = declared
@@ -80,7 +80,7 @@ class BlockConverter:
             elif turn.role == "assistant":
                 out.append(self._assistant(blocks, path))
             else:
-                out.append(self._system(blocks, path))
+                self._add_system(blocks, path, out)
         self._require_no_open_calls("messages")
 
     def _require_no_open_calls(self, path: str) -> None:
@@ -105,7 +105,7 @@ class BlockConverter:
         if self._referenced:
             names = dict.fromkeys(self._referenced)
             known = [self._active[name] for name in names if name in self._active]
-            if known:
+            if known and not self._is_pro:
                 out.append(SystemMessage("", None, known))
             self._referenced = []
 
@@ -133,7 +133,7 @@ class BlockConverter:
             elif isinstance(block, (wire.ServerToolUseBlock, wire.WebSearchResultBlock)):
                 if not self._drops_web_search:
                     raise ConversionError(f"{place}: hosted tools are not supported")
-            elif isinstance(block, wire.ImageBlock):
+            elif isinstance(block, wire.ImageBlock) and not self._is_pro:
                 raise ConversionError(f"{place}: images in assistant messages are not supported")
             elif not isinstance(block, wire.RedactedThinkingBlock):
                 if calls:
@@ -144,14 +144,18 @@ class BlockConverter:
             raise ConversionError(f"{path}: two tool_use blocks share an id")
         return AssistantMessage(_JOINT.join(texts), _JOINT.join(thoughts) if thoughts else None, calls or None)
 
-    def _system(self, blocks: Sequence[Any], path: str) -> SystemMessage:
+    def _add_system(self, blocks: Sequence[Any], path: str, out: list[Message]) -> None:
         additions = [block.tool.name for block in blocks if isinstance(block, wire.ToolAdditionBlock)]
         for name in additions:
             self._require_declared(name, path)
         shown = [block for block in blocks if not isinstance(block, wire.ToolAdditionBlock)]
         content = self._content(shown, path, lambda index: f"{path}.content[{index}]")
+        if self._is_pro:
+            if content.text:
+                out.append(UserMessage(protocol_data.SYSTEM_REMINDER.format(text=content.text)))
+            return
         known = [self._active[name] for name in dict.fromkeys(additions) if name in self._active]
-        return SystemMessage(content.text, content.sources, known or None, content.image_token, content.offsets)
+        out.append(SystemMessage(content.text, content.sources, known or None, content.image_token, content.offsets))
 
     def _require_declared(self, name: str, path: str) -> None:
         if name not in self._declared:
@@ -163,10 +167,10 @@ class BlockConverter:
         out = ContentBuilder(self._image, tracks_offsets=self._extended)
         for index, part in enumerate(parts):
             if isinstance(part, wire.ImageBlock):
-                if self._shows_images:
-                    out.add_image(_image(part, path, part_path(index)))
-                else:
+                if self._is_pro:
                     out.add_text(protocol_data.IMAGE_UNSUPPORTED_PLACEHOLDER)
+                else:
+                    out.add_image(_image(part, path, part_path(index)))
             elif isinstance(part, wire.ToolReferencePart):
                 self._require_declared(part.tool_name, part_path(index))
                 self._referenced.append(part.tool_name)
@@ -177,6 +181,8 @@ class BlockConverter:
 
 
 def _text_of(block: Any) -> str:
+    if isinstance(block, wire.ImageBlock):
+        return protocol_data.IMAGE_UNSUPPORTED_PLACEHOLDER
     if isinstance(block, wire.DocumentBlock):
         return protocol_data.DOCUMENT_PLACEHOLDER.format(media_type=block.source.media_type or "unknown")
     return block.text

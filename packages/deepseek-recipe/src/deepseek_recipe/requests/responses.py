@@ -21,6 +21,7 @@ from deepseek_recipe.requests import wire_responses as wire
 from deepseek_recipe.requests.common import (
     Thinking,
     ToolChoice,
+    check_format_with_tools,
     check_json_word,
     define_tools,
     model_version,
@@ -38,7 +39,7 @@ from deepseek_recipe.requests.extended import extended_inference
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest
 from deepseek_recipe.requests.responses_items import ItemConverter
-from deepseek_recipe.requests.responses_tools import ToolNames, namespace_map, tool_specs
+from deepseek_recipe.requests.responses_tools import ToolReader
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions, OutputConstraint
 from deepseek_recipe.streaming.options import ParsingOptions
 
@@ -84,8 +85,10 @@ class ResponsesRequest(ProtocolRequest[wire.ResponsesBody]):
 
     def namespace_tool_map(self, options: ConversionOptions) -> dict[str, tuple[str, str]]:
         """Full name → (namespace, local name) of the declared tools inside namespaces. Call it before `convert`."""
-        model_version(self._peek().model, options)
-        return namespace_map(self._parsed.tools)
+        reader = ToolReader(model_version(self._peek().model, options), options, self._parsed.tools)
+        named = (wire.FunctionTool, wire.NamespaceTool)
+        reader.specs([tool if isinstance(tool, named) else None for tool in self._parsed.tools], "tools")
+        return reader.locals_by_name
 
     def echo(self) -> ResponsesEcho:
         """What a response repeats of its request. Call it before `convert`."""
@@ -120,14 +123,15 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     if body.top_logprobs is not None and body.top_logprobs > _MAX_TOP_LOGPROBS:
         raise ConversionError(f"top_logprobs: {body.top_logprobs} is outside the range [0, {_MAX_TOP_LOGPROBS}]")
     thinking = resolve_thinking(None, body.reasoning.effort if body.reasoning else None, options)
-    names = ToolNames()
-    specs = tool_specs(parsed.tools, "tools", names, options)
-    choice = _choice(body.tool_choice)
-    items = ItemConverter(version, options, names, extended=extended)
+    reader = ToolReader(version, options, parsed.tools)
+    specs = reader.specs(parsed.tools, "tools")
+    namespaces = dict(reader.locals_by_name)
+    items = ItemConverter(reader, options, extended=extended)
     messages = _messages(parsed, items)
     specs.extend(items.found_specs)
-    mode, specs = resolve_choice(choice, specs, thinking, extended=extended)
+    mode, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
     tools = define_tools(specs)
+    check_format_with_tools(tools, body.text is not None and not isinstance(body.text.format, wire.TextFormat))
     items.settle_found(messages, {tool.name: tool for tool in tools})
     format_settings, constraint = _text_format(body.text, messages, thinking)
     required = mode == "required"
@@ -165,7 +169,7 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
         inference_options=InferenceOptions(**inference),
         parsing_options=parsing,
         stream=bool(body.stream),
-        reply_settings=reply_settings(body, parsed.tools, namespace_map(parsed.tools)),
+        reply_settings=reply_settings(body, parsed.tools, namespaces),
     )
 
 

@@ -15,7 +15,6 @@ from deepseek_recipe.conversation import (
     ToolMessage,
     UserMessage,
 )
-from deepseek_recipe.enums import ModelVersion
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import compact
 from deepseek_recipe.requests import wire_responses as wire
@@ -24,18 +23,17 @@ from deepseek_recipe.requests.content import ContentBuilder
 from deepseek_recipe.requests.images import image_source
 from deepseek_recipe.requests.options import ConversionOptions
 from deepseek_recipe.requests.responses_tools import (
-    NAMESPACE_MARK,
     TOOL_SEARCH_NAME,
-    ToolNames,
+    ToolReader,
     listed_tools,
-    tool_specs,
 )
 from deepseek_recipe.tokens import SpecialToken
 
 __all__ = ["ItemConverter"]
 
 _CALLS = (wire.FunctionCallItem, wire.CustomCallItem, wire.ToolSearchCallItem)
-_OUTPUTS = (wire.OutputItem, wire.ToolSearchOutputItem)
+_SEARCHES = (wire.ToolSearchCallItem, wire.ToolSearchOutputItem)  # V4 knows no tool search
+_OUTPUTS = (wire.FunctionOutputItem, wire.OutputItem, wire.ToolSearchOutputItem)
 
 
 class AssistantTurn:
@@ -57,11 +55,9 @@ class AssistantTurn:
 class ItemConverter:
     """Groups items into messages and collects the tools that searches found."""
 
-    def __init__(self, version: ModelVersion, options: ConversionOptions, names: ToolNames, *, extended: bool) -> None:
-        self._shows_images = version is not ModelVersion.DeepseekV4Pro
+    def __init__(self, reader: ToolReader, options: ConversionOptions, *, extended: bool) -> None:
+        self._reader = reader
         self._image = options.special_tokens.token(SpecialToken.Image)
-        self._options = options
-        self._names = names
         self._extended = extended
         self._out: list[Message] = []
         self._turn: AssistantTurn | None = None
@@ -77,6 +73,8 @@ class ItemConverter:
         self._out = out
         for index, item in enumerate(items):
             path = f"input[{index}]"
+            if self._reader.is_pro and isinstance(item, _SEARCHES):
+                continue
             if isinstance(item, _OUTPUTS):
                 self._add_output(item, path)
             elif item is not None:
@@ -98,10 +96,13 @@ class ItemConverter:
     def _add_input(self, item: Any, path: str) -> None:
         is_assistant_text = isinstance(item, wire.MessageItem) and item.role == "assistant"
         if isinstance(item, wire.ReasoningItem):
+            pieces = [piece.text for piece in item.content or () if piece.text]
+            if not pieces:
+                return
             turn = self._turn
             if turn is None or turn.texts or turn.calls:
                 turn = self._open_turn()
-            turn.reasoning.extend(piece.text for piece in item.content or () if piece.text)
+            turn.reasoning.extend(pieces)
         elif is_assistant_text:
             turn = self._turn
             if turn is None or turn.calls:
@@ -114,7 +115,8 @@ class ItemConverter:
             self._close_turn()
             self._close_group()
             content = self._content(item.content, path)
-            kind = UserMessage if item.role == "user" else SystemMessage
+            is_user = item.role == "user" or (item.role == "developer" and self._reader.is_pro)
+            kind = UserMessage if is_user else SystemMessage
             self._out.append(
                 kind(content.text, content.sources, image_token=content.image_token, image_offsets=content.offsets)
             )
@@ -133,6 +135,7 @@ class ItemConverter:
             self._open_ids = [call.id for call in message.tool_calls or ()]
 
     def _call(self, item: Any, path: str) -> ToolCall:
+        _require_id(item.call_id, path)
         if item.call_id in self._known_ids:
             raise ConversionError(f"{path}.call_id: {item.call_id!r} was used by another call")
         self._known_ids.add(item.call_id)
@@ -140,7 +143,7 @@ class ItemConverter:
             return ToolCall(item.call_id, item.name, compact({"input": item.input}))
         if isinstance(item, wire.ToolSearchCallItem):
             return ToolCall(item.call_id, TOOL_SEARCH_NAME, compact(item.arguments))
-        name = item.name if item.namespace is None else f"{item.namespace}{NAMESPACE_MARK}{item.name}"
+        name = item.name if item.namespace is None else f"{item.namespace}{self._reader.mark}{item.name}"
         return ToolCall(item.call_id, name, item.arguments)
 
     # ---- outputs -----------------------------------------------------------------------------------------------------
@@ -148,19 +151,27 @@ class ItemConverter:
     def _add_output(self, item: Any, path: str) -> None:
         self._close_turn()
         call_id = item.call_id
+        if call_id is None:
+            self._close_group()
+            self._out.append(self._result(item, path))
+            return
+        _require_id(call_id, path)
         if call_id not in self._open_ids or call_id in self._results:
             raise ConversionError(f"{path}.call_id: {call_id!r} answers no open call of the items directly before")
         if isinstance(item, wire.ToolSearchOutputItem):
             tools_path = f"{path}.tools"
             message = ToolMessage(compact(listed_tools(item.tools, tools_path)), call_id)
-            specs = tool_specs(item.tools, tools_path, self._names, self._options, found=True)
+            specs = self._reader.specs(item.tools, tools_path, found=True)
             self.found_specs.extend(specs)
             if specs:
                 self._found_names.append([spec.name for spec in specs])
         else:
-            content = self._content(item.output, path)
-            message = ToolMessage(content.text, call_id, content.sources, content.image_token, content.offsets)
+            message = self._result(item, path)
         self._results[call_id] = message
+
+    def _result(self, item: Any, path: str) -> ToolMessage:
+        content = self._content(item.output, path)
+        return ToolMessage(content.text, item.call_id, content.sources, content.image_token, content.offsets)
 
     def _close_group(self) -> None:
         """Writes the outputs of the last calls in the order of the calls, then the tools that they made known."""
@@ -188,15 +199,20 @@ class ItemConverter:
             return out
         for index, part in enumerate(content):
             if isinstance(part, wire.InputImage):
-                if self._shows_images:
-                    out.add_image(_image(part, path, f"{path}.content[{index}]"))
-                else:
+                if self._reader.is_pro:
                     out.add_text(protocol_data.IMAGE_UNSUPPORTED_PLACEHOLDER)
+                else:
+                    out.add_image(_image(part, path, f"{path}.content[{index}]"))
             elif isinstance(part, wire.InputFile):
                 out.add_text(protocol_data.INPUT_FILE_PLACEHOLDER)
             else:
                 out.add_text(part.text)
         return out
+
+
+def _require_id(call_id: str, path: str) -> None:
+    if not call_id:
+        raise ConversionError(f"{path}.call_id: must not be empty")
 
 
 def _image(part: wire.InputImage, path: str, part_path: str) -> Any:

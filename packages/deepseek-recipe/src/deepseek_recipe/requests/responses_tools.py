@@ -1,7 +1,10 @@
 """Tools of Responses requests: functions, namespaces, the patch tool, client-side tool search.
 
 {"type": "namespace", "name": "crm", "description": "CRM", "tools": [{"type": "function", "name": "find", ...}]}
-  -> crm::find, described as "CRM\\n" + its own description; a second one of the name is crm::find_1
+
+V4.1  crm::find, described as "CRM\\n" + its own description
+V4    crm__find, with its own description; no tool search
+A full name that is taken gets a number: crm::find_1.
 """
 
 from __future__ import annotations
@@ -12,35 +15,67 @@ from typing import Any
 import msgspec
 
 from deepseek_recipe import protocol_data
-from deepseek_recipe.enums import WebSearchBehavior
+from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.requests import wire_responses as wire
 from deepseek_recipe.requests.common import ToolSpec, check_tool_name, check_unique
 from deepseek_recipe.requests.options import ConversionOptions
 
-__all__ = ["ToolNames", "listed_tools", "namespace_map", "tool_specs"]
+__all__ = ["TOOL_SEARCH_NAME", "ToolReader", "listed_tools"]
 
-NAMESPACE_MARK = "::"
 TOOL_SEARCH_NAME = "tool_search"
 
 
-class ToolNames:
-    """The names that a request has given to tools so far."""
+class ToolReader:
+    """Reads the tools of a request and gives namespaced ones their full names."""
 
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
+    def __init__(self, version: ModelVersion, options: ConversionOptions, declared: Sequence[wire.Tool | None]) -> None:
+        self.is_pro = version is ModelVersion.DeepseekV4Pro
+        self.mark = protocol_data.V4_NAMESPACE_MARK if self.is_pro else protocol_data.NAMESPACE_MARK
+        self._rejects_web_search = options.responses_web_search is WebSearchBehavior.Reject
+        # Tools outside namespaces keep their names wherever they stand in the list.
+        self._taken = {tool.name for tool in declared if isinstance(tool, (wire.FunctionTool, wire.CustomTool))}
         self.locals_by_name: dict[str, tuple[str, str]] = {}
 
-    def plain(self, name: str) -> str:
-        """Takes the name of a tool outside namespaces, which must be free."""
-        if name in self._taken:
-            raise ConversionError(f"tools: two tools are named {name!r}; names must be unique")
-        self._taken.add(name)
-        return name
+    def specs(self, tools: Sequence[wire.Tool | None], path: str, *, found: bool = False) -> list[ToolSpec]:
+        """The callable tools of a list; `found` ones came out of a tool search and are deferred."""
+        specs: list[ToolSpec] = []
+        for index, tool in enumerate(tools):
+            place = f"{path}[{index}]"
+            if isinstance(tool, wire.FunctionTool):
+                check_tool_name(tool.name, f"{place}.name")
+                specs.append(
+                    ToolSpec(tool.name, tool.description, tool.parameters, f"{place}.name", tool.strict, found)
+                )
+            elif isinstance(tool, wire.CustomTool):
+                specs.append(self._patch_spec(tool, place, found))
+            elif isinstance(tool, wire.NamespaceTool):
+                specs.extend(self._namespace_specs(tool, place, found))
+            elif isinstance(tool, wire.ToolSearchTool):
+                if tool.execution == "client" and not self.is_pro:
+                    specs.append(ToolSpec(TOOL_SEARCH_NAME, tool.description, tool.parameters, place, None, found))
+            elif isinstance(tool, wire.WebSearchTool) and self._rejects_web_search:
+                raise ConversionError(f"{place}: hosted web search is not supported")
+        return specs
 
-    def namespaced(self, namespace: str, local: str) -> str:
-        """Takes the full name of a tool in a namespace, with a number where it is taken."""
-        full = wanted = f"{namespace}{NAMESPACE_MARK}{local}"
+    def _namespace_specs(self, tool: wire.NamespaceTool, path: str, found: bool) -> list[ToolSpec]:
+        check_tool_name(tool.name, f"{path}.name")
+        check_unique(inner.name for inner in tool.tools)
+        specs: list[ToolSpec] = []
+        for index, inner in enumerate(tool.tools):
+            place = f"{path}.tools[{index}]"
+            if isinstance(inner, wire.CustomTool):
+                raise ConversionError(f"{place}: the custom tool {inner.name!r} cannot stand inside a namespace")
+            check_tool_name(inner.name, f"{place}.name")
+            description = inner.description
+            if tool.description and not self.is_pro:
+                description = f"{tool.description}\n{description or ''}"
+            name = self._full_name(tool.name, inner.name)
+            specs.append(ToolSpec(name, description, inner.parameters, f"{place}.name", inner.strict, found))
+        return specs
+
+    def _full_name(self, namespace: str, local: str) -> str:
+        full = wanted = f"{namespace}{self.mark}{local}"
         number = 0
         while full in self._taken:
             number += 1
@@ -49,35 +84,12 @@ class ToolNames:
         self.locals_by_name[full] = (namespace, local)
         return full
 
-
-def tool_specs(
-    tools: Sequence[wire.Tool | None], path: str, names: ToolNames, options: ConversionOptions, *, found: bool = False
-) -> list[ToolSpec]:
-    """The callable tools of a list; `found` ones came out of a tool search and are deferred."""
-    specs: list[ToolSpec] = []
-    for index, tool in enumerate(tools):
-        place = f"{path}[{index}]"
-        if isinstance(tool, wire.FunctionTool):
-            check_tool_name(tool.name, f"{place}.name")
-            name = names.plain(tool.name)
-            specs.append(ToolSpec(name, tool.description, tool.parameters, f"{place}.name", tool.strict, found))
-        elif isinstance(tool, wire.CustomTool):
-            specs.append(_patch_spec(tool, place, names, found))
-        elif isinstance(tool, wire.NamespaceTool):
-            specs.extend(_namespace_specs(tool, place, names, found))
-        elif isinstance(tool, wire.ToolSearchTool) and tool.execution == "client":
-            name = names.plain(TOOL_SEARCH_NAME)
-            specs.append(ToolSpec(name, tool.description, tool.parameters, place, None, found))
-        elif isinstance(tool, wire.WebSearchTool) and options.responses_web_search is WebSearchBehavior.Reject:
-            raise ConversionError(f"{place}: hosted web search is not supported")
-    return specs
-
-
-def namespace_map(tools: Sequence[wire.Tool | None]) -> dict[str, tuple[str, str]]:
-    """Full name → (namespace, local name)."""
-    names = ToolNames()
-    tool_specs(tools, "tools", names, ConversionOptions())
-    return names.locals_by_name
+    def _patch_spec(self, tool: wire.CustomTool, path: str, found: bool) -> ToolSpec:
+        if tool.name != protocol_data.APPLY_PATCH_NAME:
+            raise ConversionError(f"{path}.name: the custom tool {tool.name!r} is not supported; only apply_patch is")
+        v4, v41 = protocol_data.V4_APPLY_PATCH_DESCRIPTION, protocol_data.APPLY_PATCH_DESCRIPTION
+        parameters = protocol_data.APPLY_PATCH_PARAMETERS
+        return ToolSpec(tool.name, v4 if self.is_pro else v41, parameters, f"{path}.name", None, found)
 
 
 def listed_tools(tools: Sequence[wire.Tool | None], path: str) -> list[dict[str, Any]]:
@@ -92,25 +104,3 @@ def listed_tools(tools: Sequence[wire.Tool | None], path: str) -> list[dict[str,
         else:
             listed.append(msgspec.to_builtins(tool))
     return listed
-
-
-def _namespace_specs(tool: wire.NamespaceTool, path: str, names: ToolNames, found: bool) -> list[ToolSpec]:
-    check_tool_name(tool.name, f"{path}.name")
-    check_unique(inner.name for inner in tool.tools)
-    specs: list[ToolSpec] = []
-    for index, inner in enumerate(tool.tools):
-        place = f"{path}.tools[{index}]"
-        if isinstance(inner, wire.CustomTool):
-            raise ConversionError(f"{place}: the custom tool {inner.name!r} cannot stand inside a namespace")
-        check_tool_name(inner.name, f"{place}.name")
-        name = names.namespaced(tool.name, inner.name)
-        description = f"{tool.description}\n{inner.description or ''}" if tool.description else inner.description
-        specs.append(ToolSpec(name, description, inner.parameters, f"{place}.name", inner.strict, found))
-    return specs
-
-
-def _patch_spec(tool: wire.CustomTool, path: str, names: ToolNames, found: bool) -> ToolSpec:
-    if tool.name != protocol_data.APPLY_PATCH_NAME:
-        raise ConversionError(f"{path}.name: the custom tool {tool.name!r} is not supported; only apply_patch is")
-    description, parameters = protocol_data.APPLY_PATCH_DESCRIPTION, protocol_data.APPLY_PATCH_PARAMETERS
-    return ToolSpec(names.plain(tool.name), description, parameters, f"{path}.name", None, found)

@@ -30,6 +30,7 @@ class FilePart(msgspec.Struct, tag="file", tag_field="type"):
 
     file_id: str | None = None
     file_data: str | None = None
+    filename: str | None = None
 
 
 Part = TextPart | ImageUrlPart | FilePart

@@ -94,6 +94,7 @@ class ToolResultBlock(msgspec.Struct, tag="tool_result", tag_field="type"):
 
     tool_use_id: str
     content: str | list[ResultPart] | None = None
+    is_error: bool | None = None
 
 
 class ToolReference(msgspec.Struct):
@@ -176,6 +177,7 @@ class HostedTool(msgspec.Struct):
     """A tool with a type, which a server would have to run."""
 
     type: str
+    name: str | None = None
 
 
 class NamedChoice(msgspec.Struct, tag="tool", tag_field="type"):

@@ -56,6 +56,7 @@ class ReasoningItem(msgspec.Struct):
     """Reasoning of the model."""
 
     content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
 
 
 class FunctionCallItem(msgspec.Struct):
@@ -82,8 +83,15 @@ class ToolSearchCallItem(msgspec.Struct):
     arguments: dict[str, Any]
 
 
+class FunctionOutputItem(msgspec.Struct):
+    """The result of a function call; without an id it answers no call and stands alone."""
+
+    output: str | list[InputText | InputImage | InputFile]
+    call_id: str | None = None
+
+
 class OutputItem(msgspec.Struct):
-    """The result of a call."""
+    """The result of a custom call."""
 
     call_id: str
     output: str | list[InputText | InputImage | InputFile]
@@ -102,6 +110,7 @@ Item = (
     | FunctionCallItem
     | CustomCallItem
     | ToolSearchCallItem
+    | FunctionOutputItem
     | OutputItem
     | ToolSearchOutputItem
 )
@@ -112,7 +121,7 @@ _ITEMS: dict[str, type[Item]] = {
     "function_call": FunctionCallItem,
     "custom_tool_call": CustomCallItem,
     "tool_search_call": ToolSearchCallItem,
-    "function_call_output": OutputItem,
+    "function_call_output": FunctionOutputItem,
     "custom_tool_call_output": OutputItem,
     "tool_search_output": ToolSearchOutputItem,
 }

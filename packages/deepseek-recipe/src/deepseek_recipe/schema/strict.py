@@ -71,7 +71,7 @@ class _Normalizer:
         kind = schema.get("type")
         if isinstance(kind, list):
             return self._type_list(schema, path)
-        if kind is not None:
+        if "type" in schema:
             return self._typed(schema, kind, path)
         if "anyOf" in schema:
             return self._any_of(schema, path)
@@ -120,8 +120,14 @@ class _Normalizer:
 
     def _any_of(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
         options = _typed_value(schema, "anyOf", list, path)
-        normal = [self.node(option, f"{path}/anyOf/{index}") for index, option in enumerate(options)]
+        normal = [self._option(option, f"{path}/anyOf/{index}") for index, option in enumerate(options)]
         return {"anyOf": normal, **_description(schema, path)}
+
+    def _option(self, schema: Any, path: str) -> dict[str, Any]:
+        """The normal form of a member of anyOf, which must have one type."""
+        if not isinstance(schema, dict) or not isinstance(schema.get("type"), str):
+            raise SchemaError(f"{path} must be an object with one type")
+        return self.node(schema, path)
 
 
 def _string(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -146,10 +152,16 @@ def _number(schema: dict[str, Any], kind: str, path: str) -> dict[str, Any]:
         value = schema.get(key)
         if value is None:
             continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise SchemaError(f"{path}/{key} must be a number, not {compact(value)[:60]}")
+        if not _is_number(value, kind):
+            raise SchemaError(f"{path}/{key} must be of type {kind}, not {compact(value)[:60]}")
         normal[key] = value
     return normal
+
+
+def _is_number(value: Any, kind: str) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return kind == "number" or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 def _description(schema: dict[str, Any], path: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 
 
 def e4m3_values() -> list[Fraction]:
-    """The 127 non-negative finite values, from the definition: exponent bias 7, 3 bits of mantissa, S.1111.111 = NaN."""
+    """The 127 non-negative finite values by definition: exponent bias 7, 3 bits of mantissa, S.1111.111 = NaN."""
     subnormal = [Fraction(m, 8 * 64) for m in range(8)]
     normal = [
         Fraction(8 + m, 8) * Fraction(2) ** (e - 7) for e in range(1, 16) for m in range(8) if not (e == 15 and m == 7)

@@ -1,4 +1,4 @@
-"""A row's logits depend on its request alone, bit for bit: not on chunking, company, padding or threads (design.md 5)."""
+"""A row's logits depend on its request alone, bit for bit: not on chunks, company, padding, threads (design.md 5)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_rejected_draft_leaves_no_trace(tiny_a: TinyModel) -> None:
 
 
 def test_replayed_rows_rebuild_windows_and_write_no_block(tiny_a: TinyModel) -> None:
-    """A second slot shares the blocks of the first, replays from far enough back, and continues as if it had run alone."""
+    """Windows that are lost come back by a replay from far enough, and the request goes on as if it had run through."""
     tokens = sequences(tiny_a, 200)[0]
     config = tiny_a.config
     state = tiny_a.state()

@@ -122,8 +122,11 @@ class Backbone:
         if engram is None:
             return streams
         config, kernels = self.config, self.kernels
+        history = batch.engram_history
+        if index > config.decoder_start:
+            history = _to_decoder_rows(history, batch)
         table_rows = kernels.engram_rows(
-            batch.engram_history,
+            history,
             engram.multipliers,
             engram.primes,
             engram.offsets,
@@ -134,7 +137,7 @@ class Backbone:
             trace.engram_rows[index] = table_rows[: batch.encoder.num_rows]
         values = engram.table.lookup(table_rows.flatten()).view(table_rows.shape[0], -1)
         key_value = kernels.linear(values, engram.wkv)
-        dead = batch.engram_history[:, 0] < 0
+        dead = history[:, 0] < 0
         return kernels.engram_gate(streams, key_value, engram.q_weight, engram.k_weight, dead, config.rms_norm_eps)
 
     def _commit_history(self, batch: Batch, state: ModelState) -> None:

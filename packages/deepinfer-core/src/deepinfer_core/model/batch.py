@@ -224,6 +224,8 @@ class _Builder:
 
     def _kept_rows(self) -> np.ndarray[Any, Any]:
         plan = self.plan
+        if self.config.decoder_start >= self.config.num_hidden_layers:  # no KV source: there is no decoder half
+            return np.arange(plan.num_rows)
         held = plan.row_source == TokenSource.HELD
         return np.flatnonzero(held | (plan.row_position >= plan.segment_decoder_from[self.segment_of]))
 

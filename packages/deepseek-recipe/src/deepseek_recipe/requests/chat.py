@@ -128,7 +128,9 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     }
     starts_in_calls = required and not thinking.is_on
     conversation = Conversation(
-        settle_reasoning(messages, thinking, options.reasoning_content_behavior, "reasoning_content"),
+        settle_reasoning(
+            messages, thinking, options.reasoning_content_behavior, "reasoning_content", declares_tools=bool(body.tools)
+        ),
         thinking_mode=thinking.is_on,
         tools=tools,
         tool_choice="auto" if required and not starts_in_calls else choice,  # pyright: ignore[reportArgumentType]

@@ -248,19 +248,17 @@ def tools_constraint(
 
 
 def settle_reasoning(
-    messages: list[Message], thinking: Thinking, behavior: ReasoningContentBehavior, field: str
+    messages: list[Message], thinking: Thinking, behavior: ReasoningContentBehavior, field: str, *, declares_tools: bool
 ) -> list[Message]:
     """History with the reasoning that the mode wants: none without thinking, an empty one where it is missing.
 
-    With `Reject` an assistant turn with calls behind the last user message must bring its reasoning (`field` is its
-    name in the API), unless a call id says that there was none (`call_00_ET_...`).
+    With `Reject` an assistant turn behind the last user message must bring its reasoning (`field` is its name in the
+    API) if it has calls or the request declares tools, unless a call id says that there was none (`call_00_ET_...`).
     """
     if thinking.is_on and behavior is ReasoningContentBehavior.Reject:
-        _check_reasoning(messages, field)
+        _check_reasoning(messages, field, declares_tools=declares_tools)
     wanted = "" if thinking.is_on else None
-    return [
-        _with_reasoning(message, wanted) if isinstance(message, AssistantMessage) else message for message in messages
-    ]
+    return [_with_reasoning(m, wanted) if isinstance(m, AssistantMessage) else m for m in messages]
 
 
 def _with_reasoning(message: AssistantMessage, wanted: str | None) -> AssistantMessage:
@@ -269,16 +267,16 @@ def _with_reasoning(message: AssistantMessage, wanted: str | None) -> AssistantM
     return AssistantMessage(message.content, wanted, message.tool_calls, message.prefix)
 
 
-def _check_reasoning(messages: Sequence[Message], field: str) -> None:
+def _check_reasoning(messages: Sequence[Message], field: str, *, declares_tools: bool) -> None:
     for index in range(len(messages) - 1, -1, -1):
         message = messages[index]
         if isinstance(message, UserMessage):
             return
-        calls = message.tool_calls
-        if calls and message.reasoning_content is None and not any(_EMPTY_TURN_ID.match(call.id) for call in calls):
-            raise ConversionError(
-                f"messages[{index}]: the {field} of an assistant turn with tool calls must be sent back when thinking"
-            )
+        if not isinstance(message, AssistantMessage) or message.reasoning_content is not None:
+            continue
+        calls = message.tool_calls or ()
+        if (calls or declares_tools) and not any(_EMPTY_TURN_ID.match(call.id) for call in calls):
+            raise ConversionError(f"messages[{index}]: the {field} of this turn must be sent back when thinking")
 
 
 def check_json_word(conversation_texts: Iterable[str]) -> None:

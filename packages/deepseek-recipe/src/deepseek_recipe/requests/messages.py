@@ -113,7 +113,9 @@ def _convert(
     }
     starts_in_calls = required and not thinking.is_on
     conversation = Conversation(
-        settle_reasoning(messages, thinking, options.reasoning_content_behavior, "thinking block"),
+        settle_reasoning(
+            messages, thinking, options.reasoning_content_behavior, "thinking block", declares_tools=bool(known_names)
+        ),
         thinking_mode=thinking.is_on,
         tools=active,
         tool_choice="auto" if required and not starts_in_calls else mode,  # pyright: ignore[reportArgumentType]

@@ -129,6 +129,7 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     items = ItemConverter(reader, options, extended=extended)
     messages = _messages(parsed, items)
     specs.extend(items.found_specs)
+    declares_tools = bool(specs)
     mode, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
     tools = define_tools(specs)
     check_format_with_tools(tools, body.text is not None and not isinstance(body.text.format, wire.TextFormat))
@@ -149,7 +150,9 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     }
     starts_in_calls = required and not thinking.is_on
     conversation = Conversation(
-        settle_reasoning(messages, thinking, options.reasoning_content_behavior, "reasoning item"),
+        settle_reasoning(
+            messages, thinking, options.reasoning_content_behavior, "reasoning item", declares_tools=declares_tools
+        ),
         thinking_mode=thinking.is_on,
         tools=tools,
         tool_choice="auto" if required and not starts_in_calls else mode,  # pyright: ignore[reportArgumentType]

@@ -41,13 +41,14 @@ class AssistantTurn:
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
+        self.is_said = False  # an assistant message without any text still is a message
         self.texts: list[str] = []
         self.calls: list[ToolCall] = []
 
     def message(self) -> AssistantMessage | None:
         """The message, or None when the turn has nothing to show."""
         reasoning = "\n".join(self.reasoning) or None
-        if reasoning is None and not self.texts and not self.calls:
+        if reasoning is None and not self.is_said and not self.calls:
             return None
         return AssistantMessage("\n\n".join(self.texts), reasoning, self.calls or None)
 
@@ -107,7 +108,9 @@ class ItemConverter:
             turn = self._turn
             if turn is None or turn.calls:
                 turn = self._open_turn()
-            turn.texts.append(self._assistant_text(item, path))
+            turn.is_said = True
+            if text := self._assistant_text(item, path):
+                turn.texts.append(text)
         elif isinstance(item, _CALLS):
             turn = self._turn or self._open_turn()
             turn.calls.append(self._call(item, path))

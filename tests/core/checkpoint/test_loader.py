@@ -30,6 +30,16 @@ from tests.core.model_configs import small_config
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
 
+VISION = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "patch_size": 2,
+    "downsample_ratio": 2,
+}
+
+
 class Stored:
     """The independent reader: safetensors for the bytes, NumPy for the formulas of model.md 5.3."""
 
@@ -237,6 +247,21 @@ def test_progress_counts_the_bytes_that_will_be_read(small: Path, capsys: pytest
     assert f"{sum(weights.bytes_read.values()) / 1024:.0f}k" in shown
 
 
+def test_vision_tensors_are_checked_and_reported_and_not_loaded(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config_json = json.loads((small / "config.json").read_text())
+    config_json["vision_config"] = VISION
+    (small / "config.json").write_text(json.dumps(config_json))
+    config = ModelConfig.from_folder(small)
+    with pytest.raises(CheckpointError, match="image_start"):
+        load(small)
+    tensors = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in manifest(config) if spec.deferred}
+    save_file(tensors, small / "vision.safetensors")
+    edit_index(small, lambda index: index["weight_map"].update(dict.fromkeys(tensors, "vision.safetensors")))
+    weights = load_model_weights(small, config, progress=False)
+    assert "18 vision tensors (0 MB) are not loaded" in caplog.text
+    assert "vision" not in weights.bytes_read
+
+
 def test_shares_cover_everything_once_and_differ_by_one() -> None:
     for total in (0, 1, 7, 384):
         for num_ranks in (1, 2, 5, 8):
@@ -311,6 +336,20 @@ def test_a_shard_that_shrinks_after_its_check_is_an_error(small: Path, monkeypat
 
 
 @pytest.mark.bad_input
+def test_a_table_cut_short_after_its_check_is_not_mapped(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = shard_of(small, "layers.0.engram.embed.weight")
+
+    def open_then_cut(folder: Path, config: ModelConfig) -> Any:
+        checkpoint = open_checkpoint(folder, config)
+        victim.write_bytes(b"")
+        return checkpoint
+
+    monkeypatch.setattr("deepinfer_core.checkpoint.loader.open_checkpoint", open_then_cut)
+    with pytest.raises(CheckpointError, match=victim.name):
+        load_model_weights(small, small_config(), engram_storage="disk", progress=False)
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [("F16", "norm.weight"), ("U8", "layers.0.ffn.experts.0.w1.weight"), ("F8_E5M2", "layers.0.attn.wkv.weight")],
@@ -364,7 +403,18 @@ def test_an_index_reaches_no_other_file(small: Path, file: Any) -> None:
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"weight_map": []}', b'{"weight_map": {}}', b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"weight_map": []}',
+        b'{"weight_map": {}}',
+        b'{"weight_map": {"a": "b.safetensors", "a": "b.safetensors"}}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
 def test_a_damaged_index_is_refused(small: Path, text: bytes) -> None:
     (small / INDEX_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match=INDEX_NAME):

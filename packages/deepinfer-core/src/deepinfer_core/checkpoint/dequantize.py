@@ -13,7 +13,10 @@ the 8-bit float types.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["BLOCK", "dequantize_fp4", "dequantize_fp8_blocks", "dequantize_rows", "e8m0_to_float32"]
@@ -34,7 +37,7 @@ def dequantize_fp8_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype = to
 
 def dequantize_fp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """[..., a, b / 2] packed e2m1 codes with [..., a, ceil(b / 32)] e8m0 scales to [..., a, b]."""
-    pairs = _e2m1_pair_table(packed.device)[packed.view(torch.uint8).to(torch.int64)]  # [..., a, b / 2, 2]
+    pairs = F.embedding(packed.view(torch.uint8).int(), _e2m1_pairs(packed.device))  # [..., a, b / 2, 2]
     return _scale_columns(pairs.flatten(-2), e8m0_to_float32(scales)).to(dtype)
 
 
@@ -51,13 +54,24 @@ def _scale_columns(values: Tensor, scales: Tensor) -> Tensor:
     return values * scales.repeat_interleave(BLOCK, dim=-1)[..., :columns]
 
 
+# Values come from tables: on a CPU a look-up takes half the time of a cast.
+
+
 def _e4m3(codes: Tensor) -> Tensor:
-    return codes.view(torch.float8_e4m3fn).to(torch.float32)
+    indices = codes.view(torch.uint8).int()
+    return _e4m3_values(codes.device).index_select(0, indices.flatten()).view(codes.shape)
 
 
-def _e2m1_pair_table(device: torch.device) -> Tensor:
+@lru_cache(maxsize=16)
+def _e4m3_values(device: torch.device) -> Tensor:
+    """[256]: the value of every code, NaN for 0x7F and 0xFF."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(device, torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _e2m1_pairs(device: torch.device) -> Tensor:
     """[256, 2]: the two values of every packed byte, low nibble first."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat([magnitudes, -magnitudes])  # [16]
-    byte = torch.arange(256, device=device)
-    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).to(device)

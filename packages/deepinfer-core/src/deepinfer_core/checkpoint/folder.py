@@ -9,7 +9,6 @@ Without an index a single `model.safetensors` is accepted. Nothing but headers i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from deepinfer_core.checkpoint.manifest import TensorSpec, check_against_manifest
 from deepinfer_core.checkpoint.safetensors_header import ShardHeader, StoredTensor, read_header
+from deepinfer_core.checkpoint.strict_json import parse_strict_object
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ModelNotFoundError
 
@@ -72,12 +72,11 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes; the limit is {_MAX_INDEX_BYTES}")
-        raw = json.loads(path.read_bytes())
+        index = parse_strict_object(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:200]}); fetch it again") from error
-    index: dict[str, Any] = raw if isinstance(raw, dict) else {}
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read, {error}; fetch it again") from error
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map; fetch it again")

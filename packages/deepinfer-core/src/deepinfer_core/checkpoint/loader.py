@@ -9,6 +9,7 @@ scale are read together and dequantized on the target device, exactly (model.md 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ from deepinfer_core.errors import CheckpointError, ConfigError
 __all__ = ["load_model_weights"]
 
 _MAX_THREADS = 16
+_log = logging.getLogger(__name__)
 
 
 def load_model_weights(
@@ -75,12 +77,22 @@ def load_model_weights(
     folder = Path(folder)
     selection = _Selection(config, experts or {}, engram_rows or {}, engram_storage, draft)
     checkpoint = open_checkpoint(folder, config)
+    _report_deferred(checkpoint)
     wanted_bytes = sum(selection.bytes_of(spec) for spec in checkpoint.specs.values())
     with tqdm(
         total=wanted_bytes, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
     ) as bar:
         source = _Source(CheckpointReader(checkpoint, bar.update), selection, dtype, torch.device(device))
         return _assemble(source, config, checkpoint)
+
+
+def _report_deferred(checkpoint: Checkpoint) -> None:
+    deferred = [spec for spec in checkpoint.specs.values() if spec.deferred]
+    if deferred:
+        megabytes = sum(spec.num_bytes for spec in deferred) / 1e6
+        _log.warning(
+            "%d vision tensors (%.0f MB) are not loaded: this version takes text only", len(deferred), megabytes
+        )
 
 
 @dataclass(frozen=True, slots=True)

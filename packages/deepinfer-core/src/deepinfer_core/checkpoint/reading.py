@@ -6,9 +6,10 @@ that are to stay on disk are mapped.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ _TORCH_DTYPES = {
     "F32": torch.float32,
 }
 
+_STEP_BYTES = 64 << 20  # progress is reported after at most this much
+
 
 class CheckpointReader:
     """Tensors of one checkpoint by name. `on_bytes` is called with each number of bytes read, one call at a time."""
@@ -47,10 +50,10 @@ class CheckpointReader:
             row_bytes = num_bytes // shape[0]
             shape, offset, num_bytes = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
         buffer = np.empty(num_bytes, dtype=np.uint8)
-        _fill(buffer, stored.path, offset)
-        with self._lock:
-            self.bytes_by_part[self.checkpoint.specs[name].part] += num_bytes
-            self._on_bytes(num_bytes)
+        for count in _fill(buffer, stored.path, offset):
+            with self._lock:
+                self.bytes_by_part[self.checkpoint.specs[name].part] += count
+                self._on_bytes(count)
         return torch.from_numpy(buffer).view(_TORCH_DTYPES[stored.dtype]).view(shape)
 
     def map_rows(self, name: str, rows: range) -> Tensor:
@@ -59,23 +62,36 @@ class CheckpointReader:
         shape = (len(rows), stored.shape[1])
         if 0 in shape:  # an empty range cannot be mapped
             return torch.empty(shape, dtype=torch.uint8)
-        mapped = np.memmap(stored.path, np.uint8, "r", stored.offset + rows.start * shape[1], shape)
-        return torch.from_dlpack(
-            mapped
-        )  # torch.from_numpy would warn that the array is read-only; nothing writes to it
+        array = _map(stored.path, stored.offset + rows.start * shape[1], shape[0] * shape[1])
+        return torch.from_dlpack(array).view(shape)  # torch.from_numpy would warn that it is read-only; nobody writes
 
 
-def _fill(buffer: NDArray[np.uint8], path: Path, offset: int) -> None:
+def _fill(buffer: NDArray[np.uint8], path: Path, offset: int) -> Iterator[int]:
+    """Fill `buffer` from `offset` on, in steps whose sizes are yielded."""
     view = memoryview(buffer)
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
             while len(view):
-                count = file.readinto(view)
+                count = file.readinto(view[:_STEP_BYTES])
                 if not count:
                     raise CheckpointError(f"{path} became shorter while it was read; fetch this shard again")
                 view = view[count:]
+                yield count
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); check the disk or fetch this shard again"
         ) from error
+
+
+def _map(path: Path, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Bytes of a file, mapped read-only for random access."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), offset + num_bytes - start, access=mmap.ACCESS_READ, offset=start)
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter by now
+        raise CheckpointError(f"{path} cannot be mapped ({error}); check the disk or fetch this shard again") from error
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)  # a row has 264 bytes; without this the kernel reads 128 KiB around each
+    return np.frombuffer(mapped, np.uint8, num_bytes, offset - start)

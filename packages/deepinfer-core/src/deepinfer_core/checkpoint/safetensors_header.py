@@ -10,13 +10,13 @@ tile the payload from 0 to its end without gap or overlap. Whatever is wrong is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from deepinfer_core.checkpoint.strict_json import parse_strict_object
 from deepinfer_core.errors import CheckpointError
 
 __all__ = ["ShardHeader", "StoredTensor", "parse_header", "read_header"]
@@ -68,14 +68,9 @@ def read_header(path: Path) -> ShardHeader:
 def parse_header(text: bytes, payload_bytes: int, path: Path) -> dict[str, StoredTensor]:
     """The tensors that the JSON `text` describes in a file with `payload_bytes` after it. Raises CheckpointError."""
     try:
-        raw = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_refuse_number, parse_constant=_refuse_number
-        )
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise _damaged(path, f"its header is not valid JSON ({str(error)[:200]})") from error
-    if not isinstance(raw, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    entries: dict[str, Any] = raw
+        entries = parse_strict_object(text)
+    except ValueError as error:
+        raise _damaged(path, f"its header cannot be read, {error}") from error
     _check_metadata(entries.pop("__metadata__", {}), path)
     payload_start = 8 + len(text)
     tensors = {name: _tensor(name, entry, payload_start, path) for name, entry in entries.items()}
@@ -92,19 +87,6 @@ def _header_length(prefix: bytes, file_bytes: int, path: Path) -> int:
     if length > _MAX_HEADER_BYTES:
         raise _damaged(path, f"its header claims {length} bytes; the limit is {_MAX_HEADER_BYTES}")
     return length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in entries:
-            raise ValueError(f"the name {name[:100]!r} occurs twice")
-        entries[name] = value
-    return entries
-
-
-def _refuse_number(text: str) -> Any:
-    raise ValueError(f"{text[:40]} is not an integer")
 
 
 def _check_metadata(metadata: Any, path: Path) -> None:

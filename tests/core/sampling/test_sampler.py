@@ -115,6 +115,13 @@ def test_end_tokens_wait_for_min_tokens() -> None:
     assert drawn == [3, 3, EOS]
 
 
+def test_a_bias_on_an_end_token_holds_once_min_tokens_are_reached() -> None:
+    params = SamplingParams(temperature=0, min_tokens=2, logit_bias={EOS: 9.0})
+    sampler = make_sampler(8, [params])
+    drawn = [int(sampler.sample(single_rows(torch.zeros(1, 8), [position])).tokens[0, 0]) for position in (0, 1, 2)]
+    assert drawn == [0, 0, EOS]
+
+
 def test_an_ignored_end_token_may_be_drawn_before_min_tokens() -> None:
     logits = torch.zeros(1, 8)
     logits[0, EOS] = 9.0

@@ -247,8 +247,10 @@ def _prompt_list(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
         raise RequestError("give either prompts or prompt_token_ids")
     if isinstance(prompts, (str, Mapping)):
         return [cast("Prompt", prompts)]
-    given = _as_list("prompts" if prompt_token_ids is None else "prompt_token_ids", prompts or prompt_token_ids)
-    if prompt_token_ids is not None and not (given and isinstance(given[0], (Sequence, np.ndarray))):
+    if prompt_token_ids is None:
+        return _as_list("prompts", prompts)
+    given = _as_list("prompt_token_ids", prompt_token_ids)
+    if not (given and isinstance(given[0], (Sequence, np.ndarray))):
         return [given]
     return [_as_list("prompt_token_ids", one) if isinstance(one, np.ndarray) else one for one in given]
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
 from deepinfer_core.config.checks import check_integer

@@ -50,8 +50,11 @@ def apply_bit_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def add_sparse(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """In place: logits[rows[i], ids[i]] += values[i]. All three are [E]; each (row, id) at most once."""
-    logits[rows, ids] = logits[rows, ids] + values
+    """In place: logits[rows[i], ids[i]] += values[i]. All three are [E].
+
+    A (row, id) may come twice, with a bias and with 0 or -inf: then the order of the additions does not matter.
+    """
+    logits.index_put_((rows, ids), values, accumulate=True)
 
 
 def apply_penalties(

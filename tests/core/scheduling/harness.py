@@ -80,7 +80,7 @@ class Engine:
 
 
 def expect_short_answers(engine: Engine) -> None:
-    """Serve answers of one token, so that admission thinks that the next ones will be short too, and lets too many in."""
+    """Serve answers of one token: admission then thinks that all will be so short, and lets too many in."""
     params = SamplingParams(max_tokens=None, ignore_eos=True, stop_token_ids=list(range(VOCAB)))
     for seed in range(100):
         engine.scheduler.add([2, 3], params, seed=seed)

@@ -102,7 +102,7 @@ def paper_survival(first_draft: int) -> np.ndarray:
 
 
 def first_token_distribution(length_after: list[int]) -> np.ndarray:
-    """Exact distribution of the first token under ratio verification, if `length_after[x]` drafts are verified when x is drafted."""
+    """Of the first token under ratio verification, if `length_after[x]` drafts are verified when x is drafted."""
     output = np.zeros(2)
     for draft in range(2):
         if length_after[draft] == 0:

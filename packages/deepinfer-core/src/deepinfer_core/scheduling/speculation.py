@@ -6,11 +6,13 @@
 
 The guard compares the three in expected tokens a second, with acceptances that were measured rather than promised by
 the confidence head, and takes the best: so speculation costs at most the error of the cost model. Where it stopped
-drafting it probes again every `_PROBE_STEPS` steps. A policy decides how fast tokens come, never which.
+drafting it probes now and then, on a few requests, so rarely that probes cost a hundredth of the time. A policy decides
+how fast tokens come, never which.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,11 +25,13 @@ from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
 __all__ = ["AcceptanceMeter", "DraftPolicy", "SpeculationPlanner"]
 
-_PROBE_STEPS = 64
+_PROBE_STEPS = 64  # at least, between probes
+_PROBE_DRAFTS = 16  # verified in a probe
+_PROBE_SHARE = 0.01  # of the time
 _DECAY = 0.98  # of the acceptance counts, a step
 _PRIOR_ACCEPTANCE = 0.8  # of each draft, given the ones before it, until counts say otherwise
 _PRIOR_WEIGHT = 4.0
-_STAY = 1.02  # another policy must promise so many times the rate of the current one
+_STAY = 1.01  # another policy must promise so many times the rate of the current one
 
 
 class DraftPolicy(Enum):
@@ -89,13 +93,14 @@ class SpeculationPlanner:
         self.cost = cost
         self._scheduled = config.draft_schedule == "scheduled"
         self._steps_without = 0
+        self._probe_after = _PROBE_STEPS
 
     @property
     def proposals(self) -> int:
         """Drafts that each request should propose after this step."""
         if self.policy is not DraftPolicy.NONE:
             return self.num_drafts
-        return self.num_drafts if self._steps_without >= _PROBE_STEPS else 0
+        return self.num_drafts if self._steps_without >= self._probe_after else 0
 
     def lengths(
         self, survival: FloatArray, stale: FloatArray, caps: Int64Array, other_rows: int, max_drafts: int
@@ -138,8 +143,11 @@ class SpeculationPlanner:
         best = max(choices, key=lambda policy: choices[policy].rate)
         if choices[best].rate > _STAY * choices[self.policy].rate:
             self.policy = best
-        elif self.policy is DraftPolicy.NONE:
-            return fixed  # the drafts are there because this is a probe
+        elif self.policy is DraftPolicy.NONE:  # the drafts are there because this is a probe
+            probe = np.minimum(caps, np.maximum(0, _PROBE_DRAFTS - (np.cumsum(caps) - caps)))
+            extra = float(seconds[min(int(probe.sum()), len(seconds) - 1)] - seconds[0]) + drafting
+            self._probe_after = max(_PROBE_STEPS, math.ceil(extra / (_PROBE_SHARE * (float(seconds[0]) - drafting))))
+            return probe if int(probe.sum()) < len(seconds) else choices[DraftPolicy.NONE].lengths
         return choices[self.policy].lengths
 
     def observe(self, num_verified: Int64Array, num_accepted: Int64Array, promised_tokens: float) -> None:

@@ -26,10 +26,12 @@ from deepinfer_core.checkpoint.sharding import share
 from deepinfer_core.config.checks import check_choice, check_integer, check_number
 from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
-from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS
+from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS, CacheConfig, SchedulerConfig
 from deepinfer_core.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_MEMORY_FRACTION",
+    "DEFAULT_STEP_ROWS",
     "Form",
     "Limits",
     "MemoryPlan",
@@ -43,6 +45,8 @@ __all__ = [
 ]
 
 Form = Literal["packed", "plain"]
+DEFAULT_MEMORY_FRACTION = CacheConfig().memory_fraction
+DEFAULT_STEP_ROWS = SchedulerConfig().max_num_batched_tokens
 
 _MAX_DEVICES = 1024
 _MAX_SLOTS = 1 << 20  # sequences of one rank
@@ -60,10 +64,10 @@ class Workload:
     num_devices: int = 1  # ranks: each holds the dense weights, its experts, and the caches of its sequences
     device_bytes: int | None = None  # memory of one device; None = no limit
     host_bytes: int | None = None  # memory of the host; None = no limit
-    memory_fraction: float = 0.9  # of a device's memory that may be planned
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of a device's memory that may be planned
     engram_storage: EngramStorage = "memory"
     form: Form = "packed"
-    step_rows: int = 8192  # rows of the largest step
+    step_rows: int = DEFAULT_STEP_ROWS  # rows of the largest step
     num_drafts: int | None = None  # None = the checkpoint's block size
 
     def __post_init__(self) -> None:

@@ -14,6 +14,8 @@ from rich.table import Table
 from deepinfer_core.checkpoint.folder import INDEX_NAME, SINGLE_SHARD_NAME, open_checkpoint, read_weight_map
 from deepinfer_core.checkpoint.manifest import check_against_manifest
 from deepinfer_core.checkpoint.memory_plan import (
+    DEFAULT_MEMORY_FRACTION,
+    DEFAULT_STEP_ROWS,
     Form,
     MemoryPlan,
     RankMemory,
@@ -54,10 +56,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--memory", type=float, metavar="GB", help="memory of one device; nothing is limited without it"
     )
     parser.add_argument("--host-memory", type=float, metavar="GB", help="memory of the host")
-    parser.add_argument("--memory-fraction", type=float, default=0.9, help="share of device memory to plan with (0.9)")
+    parser.add_argument(
+        "--memory-fraction", type=float, default=DEFAULT_MEMORY_FRACTION,
+        help=f"share of device memory to plan with ({DEFAULT_MEMORY_FRACTION})",
+    )  # fmt: skip
     parser.add_argument("--context", type=int, help="tokens of each sequence (the model's limit)")
     parser.add_argument("--sequences", type=int, default=1, help="sequences at once, over all devices (1)")
-    parser.add_argument("--step-rows", type=int, default=8192, help="rows of the largest step (8192)")
+    parser.add_argument(
+        "--step-rows", type=int, default=DEFAULT_STEP_ROWS, help=f"rows of the largest step ({DEFAULT_STEP_ROWS})"
+    )
     parser.add_argument("--drafts", type=int, help="draft length (the checkpoint's)")
     parser.add_argument(
         "--engram", choices=get_args(EngramStorage), default="memory", help="where Engram tables live (memory)"
@@ -144,11 +151,11 @@ def _console() -> Console:
 
 
 def _show(console: Console, plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str) -> None:
-    console.print(f"{folder}: {checked}.", highlight=False)
+    console.print(f"{folder}: {checked}.", highlight=False, markup=False)
     console.print(_checkpoint_table(config))
     console.print(_rank_table(plan))
     for line in _sentences(plan, config):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _checkpoint_table(config: ModelConfig) -> Table:

@@ -224,8 +224,9 @@ _FIXED_QUANTIZATION: dict[str, Any] = {
 def _read_fields(root: dict[str, Any], where: str) -> dict[str, Any]:
     text = _object(root["text_config"], f"{where}: text_config")
     _check_fixed(text, _FIXED_VALUES, f"{where}: text_config")
-    quantization = _object(root.get("quantization_config", {}), f"{where}: quantization_config")
-    _check_fixed(quantization, _FIXED_QUANTIZATION, f"{where}: quantization_config")
+    if root.get("quantization_config") is not None:
+        quantization = _object(root["quantization_config"], f"{where}: quantization_config")
+        _check_fixed(quantization, _FIXED_QUANTIZATION, f"{where}: quantization_config")
     values: dict[str, Any] = {"vision": _vision(root.get("vision_config"), where)}
     for spec in fields(ModelConfig):
         if spec.name == "vision":

@@ -1,6 +1,6 @@
 """The main job: a handful of prompts, their answers, and the speed.
 
-uv run examples/offline_inference.py                                  the small model that ships with the package, on a CPU
+uv run examples/offline_inference.py                        the small model that ships with the package
 DEEPINFER_HF_MODEL_DIR=/models/v41 uv run examples/offline_inference.py --temperature 0.6 --top-p 0.95
 """
 

@@ -31,7 +31,7 @@ from deepseek_recipe.enums import (
     ThinkingInitialStage,
     WebSearchBehavior,
 )
-from deepseek_recipe.errors import CalcResizeError, ConversionError, ImageError
+from deepseek_recipe.errors import CalcResizeError, ConversionError, ImageError, MalformedToolCallError
 from deepseek_recipe.images.preprocess import OpenCvImagePreprocessor, PillowImagePreprocessor, PreprocessOptions
 from deepseek_recipe.images.resolve import ImageInfo, ImageQuota, ImageResolver, MultiModalData
 from deepseek_recipe.images.sources import BytesImageSource, DataUrlImageSource, ImageSource, UrlImageSource
@@ -61,15 +61,18 @@ from deepseek_recipe.streaming.responses import (
     ResponsesResponse,
     ResponsesStreamEvent,
 )
+from deepseek_recipe.streaming.sse import SseWriter
 from deepseek_recipe.tokenizer import Tokenizer
 from deepseek_recipe.tokens import SpecialToken, SpecialTokens
 
 if TYPE_CHECKING:
     from deepseek_recipe.images.fetch import HttpImageFetcher, ReqwestImageFetcher
+    from deepseek_recipe.streaming.async_processor import AsyncStreamProcessor
 
 __all__ = [
     "IMAGE_SPECIAL_TOKEN_ID",
     "AssistantMessage",
+    "AsyncStreamProcessor",
     "BytesImageSource",
     "CalcResizeError",
     "ChatCompletionChunk",
@@ -93,6 +96,7 @@ __all__ = [
     "InferenceFinishReason",
     "InferenceOptions",
     "LatestReminderMessage",
+    "MalformedToolCallError",
     "Message",
     "MessagesChunkGenerator",
     "MessagesRequest",
@@ -116,6 +120,7 @@ __all__ = [
     "ResponsesStreamEvent",
     "SpecialToken",
     "SpecialTokens",
+    "SseWriter",
     "StreamProcessor",
     "SystemMessage",
     "ThinkingInitialStage",
@@ -132,11 +137,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The fetcher loads an HTTP stack that most servers never need, so it is imported when it is asked for."""
+    """What loads an HTTP stack or asyncio, which not every program needs, is imported when it is asked for."""
     if name in ("HttpImageFetcher", "ReqwestImageFetcher"):
         from deepseek_recipe.images import fetch
 
         return getattr(fetch, name)
+    if name == "AsyncStreamProcessor":
+        from deepseek_recipe.streaming.async_processor import AsyncStreamProcessor
+
+        return AsyncStreamProcessor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["CalcResizeError", "ConversionError", "ImageError", "anthropic_error_body", "openai_error_body"]
+__all__ = [
+    "CalcResizeError",
+    "ConversionError",
+    "ImageError",
+    "MalformedToolCallError",
+    "anthropic_error_body",
+    "openai_error_body",
+]
 
 
 def openai_error_body(message: str) -> str:
@@ -50,3 +57,7 @@ class ImageError(Exception):
 
 class CalcResizeError(ValueError):
     """An image size for which the resize rule finds no fixed point, or that is not positive."""
+
+
+class MalformedToolCallError(RuntimeError):
+    """Model output that deviates from the format of calls, with `malformed_calls="reject"`. Closes the processor."""

@@ -172,6 +172,11 @@ class MessagesResponse(Response[MessagesStreamEvent]):
         stop = self._stop
         return _message(self._id, self._model, content, stop.get("stop_reason"), stop.get("stop_sequence"), self._usage)
 
+    @classmethod
+    def error_event(cls, message: str, kind: str) -> dict[str, Any]:
+        """The `error` event of Messages, whose word for a fault of the server is `api_error`."""
+        return {"type": "error", "error": {"type": "api_error" if kind == "server_error" else kind, "message": message}}
+
     def _finish_block(self, index: int) -> None:
         block, pieces = self._blocks[index]
         if block["type"] == "tool_use":

@@ -18,9 +18,20 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
+from deepseek_recipe.streaming.calls import CallReader, Mode
 from deepseek_recipe.streaming.markers import Marker, Origin
 from deepseek_recipe.streaming.options import ParsingOptions
-from deepseek_recipe.streaming.stages import Effect, PartKind, Rule, Stage, StageName, stages_for, start_stage
+from deepseek_recipe.streaming.stages import (
+    Effect,
+    PartKind,
+    Rule,
+    Stage,
+    StageName,
+    reads_calls,
+    stages_for,
+    start_stage,
+)
+from deepseek_recipe.tokens import SpecialToken
 
 __all__ = ["OutputParser", "Part", "public_part"]
 
@@ -73,6 +84,15 @@ class OutputParser:
         name, self._trims_newlines = start_stage(options)
         self._stage: Stage = self._stages[name]
         self._state = self._stage.markers.root
+        self._content = StageName.PROSE if options.parse_json_output else StageName.CONTENT
+        self._calls_mode: Mode | None = None
+        self._hides_calls = not (options.parse_tool_calls or options.starts_in_tool_calls)
+        self._dsml = options.special_tokens.token(SpecialToken.Dsml)
+        self._reader: CallReader | None = None
+        if reads_calls(options):
+            self._calls_mode = "reject" if options.malformed_calls == "reject" and not self._hides_calls else "repair"
+            if name is StageName.CALLS:
+                self._reader = CallReader(self._calls_mode, self._dsml)
         self._open_units: deque[_Unit] = deque()
         self._finished_units: list[_Unit] = []
         self._settled = 0
@@ -105,12 +125,15 @@ class OutputParser:
         """The parts of what is held, as it stands. The end of the stream."""
         if self._position > self._settled:
             self._settle(self._position)
-        return self._take_parts()
+        parts = self._take_parts()
+        if self._reader is not None and not self._hides_calls:
+            parts += [Part(kind, text, None) for kind, text in self._reader.flush()]
+        return parts
 
     def _scan(self, unit: _Unit, origin: Origin) -> None:
         """Step through a unit of text or ordinary tokens, skipping what cannot begin a marker."""
         text, length = unit.text, len(unit.text)
-        i = self._trim(text) if self._trims_newlines else 0
+        i = self._skip(unit, 0, origin)
         markers, state = self._stage.markers, self._state
         while i < length and self.stop_sequence is None:
             if state is markers.root:
@@ -126,14 +149,35 @@ class OutputParser:
                 self._state = state
                 self._position = unit.start + i
                 self._match(self._stage.rules[state.matched])
-                if self._trims_newlines:
-                    i = self._trim(text, i)
+                i = self._skip(unit, i, origin)
                 markers, state = self._stage.markers, self._state
         self._state = state
         if self.stop_sequence is None:
             self._position = unit.end
 
+    def _skip(self, unit: _Unit, i: int, origin: Origin) -> int:
+        """The index at which markers are to be looked for again, behind a block of calls and newlines."""
+        if self._reader is not None and i < len(unit.text):
+            i = self._read_calls(self._reader, unit, i, origin)
+        return self._trim(unit.text, i) if self._trims_newlines and i < len(unit.text) else i
+
+    def _read_calls(self, reader: CallReader, unit: _Unit, i: int, origin: Origin) -> int:
+        parts, consumed = reader.feed(unit.text[i:], origin)
+        if not self._hides_calls:
+            unit.parts += [_OpenPart(kind, text, is_fixed=True) for kind, text in parts]
+        i += consumed
+        self._position = self._settled = unit.start + i
+        self._last_kind = PartKind.DROPPED
+        if reader.is_closed and self._calls_mode != "reject":
+            self._reader = None
+            self._enter(self._content, trims_newlines=True)
+        self._retire_units()
+        return i
+
     def _scan_special(self, unit: _Unit) -> None:
+        if self._reader is not None:
+            self._read_calls(self._reader, unit, 0, Origin.SPECIAL_TOKEN)
+            return
         self._trims_newlines = False
         self._state = self._stage.markers.step_special(self._state, unit.text)
         self._position = unit.end
@@ -160,6 +204,8 @@ class OutputParser:
         self._write_marker(rule, start)
         if rule.effect is not Effect.STOP:
             self._enter(rule.target, rule.trim)
+            if rule.target is StageName.CALLS and self._calls_mode is not None:
+                self._reader = CallReader(self._calls_mode, self._dsml, rule.marker.literal)
 
     def _enter(self, name: StageName, trims_newlines: bool) -> None:
         self._stage = self._stages[name]

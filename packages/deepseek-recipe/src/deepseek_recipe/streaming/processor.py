@@ -79,7 +79,8 @@ class StreamProcessor:
         """The events that `chunk` completes. After a stop sequence `finished` is true at once.
 
         Raises: RuntimeError after the end, after `close`, and for chunks that cannot be processed (token ids without a
-        tokenizer, a wrong number of log probabilities), which close the processor; TypeError for anything but a chunk.
+        tokenizer, a wrong number of log probabilities, with `malformed_calls="reject"` a MalformedToolCallError), which
+        close the processor; TypeError for anything but a chunk.
         """
         search = self._quiet_search
         if search is not None and type(chunk) is InferenceChunk:
@@ -111,13 +112,18 @@ class StreamProcessor:
     def finish(self) -> list[Any]:
         """The events that end the response, if no finish chunk did; [] if it is complete.
 
-        Raises: RuntimeError after `close` or an error.
+        Raises: RuntimeError after `close` or an error; MalformedToolCallError as `push`.
         """
         self._require_open()
         if self._is_finished:
             return []
-        self._quiet_search = None
-        return self._start_if_new() + self._end(None)
+        try:
+            return self._start_if_new() + self._end(None)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._update_quiet()
 
     def close(self) -> None:
         """Give up the response. May be called any number of times."""

@@ -62,6 +62,11 @@ class Response(ABC, Generic[_EventT]):
         return cls._done_data
 
     @classmethod
+    def error_event(cls, message: str, kind: str) -> dict[str, Any]:
+        """The event that reports an error after the stream has begun."""
+        return {"error": {"message": message, "type": kind, "param": None, "code": kind}}
+
+    @classmethod
     def _consume(cls, chunk: _EventT) -> tuple[DeltaShape | None, str, Mapping[str, Any]]:
         require_instance("chunk", chunk, cls._event_class)
         return chunk.consume()

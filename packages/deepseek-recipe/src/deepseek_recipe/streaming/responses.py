@@ -263,6 +263,11 @@ class ResponsesResponse(Response[ResponsesStreamEvent]):
         """The response so far."""
         return {**self._response, "output": [self._item(index) for index in sorted(self._items)]}
 
+    @classmethod
+    def error_event(cls, message: str, kind: str) -> dict[str, Any]:
+        """The `error` event of Responses."""
+        return {"type": "error", "code": kind, "message": message, "param": None, "sequence_number": 0}
+
     def _item(self, index: int) -> dict[str, Any]:
         item, text = self._items[index], "".join(self._pieces.get(index, ()))
         if not text:

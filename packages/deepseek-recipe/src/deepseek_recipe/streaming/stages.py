@@ -24,7 +24,7 @@ from deepseek_recipe.streaming.markers import Marker, MarkerSet
 from deepseek_recipe.streaming.options import ParsingOptions
 from deepseek_recipe.tokens import SpecialToken
 
-__all__ = ["Effect", "PartKind", "Rule", "Stage", "StageName", "stages_for", "start_stage"]
+__all__ = ["Effect", "PartKind", "Rule", "Stage", "StageName", "reads_calls", "stages_for", "start_stage"]
 
 
 class PartKind(Enum):
@@ -104,7 +104,7 @@ def stages_for(options: ParsingOptions) -> Mapping[StageName, Stage]:
     spellings = options.special_tokens
     return _build(
         tuple(stop for stop in options.stop_sequences if stop),
-        options.parse_tool_calls or options.leaked_markup == "suppress",
+        _opening_tags(options),
         options.parse_json_output,
         spellings.token(SpecialToken.ThinkingEnd),
         spellings.token(SpecialToken.Dsml),
@@ -127,17 +127,31 @@ def start_stage(options: ParsingOptions) -> tuple[StageName, bool]:
 _FENCE: Final = "```"
 
 
+def reads_calls(options: ParsingOptions) -> bool:
+    """Whether a `CallReader` takes the place of the stages from Calls on."""
+    if options.parse_tool_calls or options.starts_in_tool_calls:
+        return options.malformed_calls != "keep"
+    return options.leaked_markup == "suppress"
+
+
+def _opening_tags(options: ParsingOptions) -> tuple[str, ...]:
+    """What leads to Calls, after "<" and the special token."""
+    if reads_calls(options):
+        return (" calls>", "tool_calls>", " invoke ", "invoke ", "calls>", " tool_calls>")
+    return ("",) if options.parse_tool_calls else ()
+
+
 @lru_cache(maxsize=32)
 def _build(
-    stops: tuple[str, ...], parses_calls: bool, parses_json: bool, thinking_end: str, dsml: str
+    stops: tuple[str, ...], opening_tags: tuple[str, ...], parses_json: bool, thinking_end: str, dsml: str
 ) -> Mapping[StageName, Stage]:
     content = StageName.PROSE if parses_json else StageName.CONTENT
     end = Marker(thinking_end, special=(0, len(thinking_end)))
     end_after_newlines = Marker(thinking_end, special=(0, len(thinking_end)), after_newlines=True)
-    opening = Marker(f"<{dsml}", special=(1, 1 + len(dsml)), after_newlines=True)
+    openings = [Marker(f"<{dsml}{tag}", special=(1, 1 + len(dsml)), after_newlines=True) for tag in opening_tags]
 
     stop_rules = [Rule(Marker(stop), StageName.DONE, Effect.STOP) for stop in stops]
-    open_rules = [Rule(opening, StageName.CALLS)] if parses_calls else []
+    open_rules = [Rule(opening, StageName.CALLS) for opening in openings]
     stages = [
         Stage(StageName.REASONING, PartKind.REASONING, [Rule(end_after_newlines, content, trim=True), *open_rules]),
         Stage(StageName.CONTENT, PartKind.CONTENT, [*stop_rules, *open_rules, Rule(end, content)]),

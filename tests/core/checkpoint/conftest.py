@@ -37,7 +37,7 @@ class Tiny:
 
 @pytest.fixture(scope="session", params=["tiny-a", "tiny-b"])
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    """tiny-a is part of the repository; tiny-b is used where the folder with all of it is at hand."""
+    """tiny-a is in the repository (its JSON without white space); tiny-b is used where its folder is at hand."""
     folder = next((root / request.param for root in (FIXTURES, SHARED) if (root / request.param).is_dir()), None)
     if folder is None:
         pytest.skip(f"{request.param} is not in the repository (size) and {SHARED} does not exist")

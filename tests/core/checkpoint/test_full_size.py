@@ -62,10 +62,8 @@ def test_rows_of_a_table_of_98_gb_are_looked_up_on_disk(release: Path) -> None:
     with stored.path.open("r+b") as shard:  # the last row: e4m3 ones
         shard.seek(stored.offset + (num_rows - 1) * 256)
         shard.write(b"\x38" * 256)
-    codes, scales = (
-        reader.map_rows(name, range(num_rows)),
-        reader.map_rows("layers.14.engram.embed.scale", range(num_rows)),
-    )
+    codes = reader.map_rows(name, range(num_rows))
+    scales = reader.map_rows("layers.14.engram.embed.scale", range(num_rows))
     table = EngramTable(codes, scales, num_rows, 0, torch.float32, torch.device("cpu"))
     rows = table.lookup(torch.tensor([num_rows - 1, 0, num_rows // 2]))
     assert torch.equal(rows[0], torch.full((256,), 2.0**-127))  # scale byte 0

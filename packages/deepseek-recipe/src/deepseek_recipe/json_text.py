@@ -19,7 +19,17 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MAX_DEPTH", "JsonTextError", "compact", "json_value", "loads", "loads_body", "spaced", "spaced_v4"]
+__all__ = [
+    "MAX_DEPTH",
+    "JsonTextError",
+    "TrustedJson",
+    "compact",
+    "json_value",
+    "loads",
+    "loads_body",
+    "spaced",
+    "spaced_v4",
+]
 
 MAX_DEPTH = 127
 """Containers inside one another that a text may have; the next one is refused."""
@@ -32,12 +42,9 @@ _TOO_DEEP = f"more than {MAX_DEPTH} containers inside one another"
 
 _I64_MIN, _U64_MAX = -(2**63), 2**64 - 1
 
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(b for b in range(256) if b not in b"[]{}")
-_ALL_SQUARE = bytes.maketrans(b"{}", b"[]")
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
-_MINUS_ZERO = re.compile(rb"-0(?![.\deE])")
-_ODD_NUMBER_READ = re.compile(rb"-0(?![.\deE])|\d{19}")
+_MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
+_LONG_INTEGER = re.compile(rb"\d{19}")
 _ODD_NUMBER_WRITTEN = re.compile(r"\d{19}|e-0")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -54,7 +61,7 @@ def loads(text: str | bytes) -> Any:
     """
     data = _utf8(text)
     value = _loads_fast(data)
-    return _loads_exact(data) if _ODD_NUMBER_READ.search(data) else value
+    return _loads_exact(data) if _LONG_INTEGER.search(data) or _has_minus_zero(data) else value
 
 
 def loads_body(text: str | bytes) -> Any:
@@ -64,7 +71,7 @@ def loads_body(text: str | bytes) -> Any:
     """
     data = _utf8(text)
     value = _loads_fast(data)
-    return _loads_exact(data) if b"-0" in data and _MINUS_ZERO.search(data) else value
+    return _loads_exact(data) if _has_minus_zero(data) else value
 
 
 def compact(value: Any) -> str:
@@ -82,6 +89,15 @@ def spaced_v4(value: Any) -> str:
     return _write(value, _SPACED, _float_v4)
 
 
+class TrustedJson:
+    """Wraps a value that a strict reader gave back, so that `json_value` need not look at it again."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 def json_value(value: Any, *, depth: int = 0) -> Any:
     """A copy of `value` with tuples as lists, that any JSON reader would give back.
 
@@ -92,6 +108,8 @@ def json_value(value: Any, *, depth: int = 0) -> Any:
         return value if value.isascii() else _checked_unicode(value)
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, TrustedJson):
+        return value.value
     if isinstance(value, int):
         if not _I64_MIN <= value <= _U64_MAX:
             raise OverflowError(f"the integer {_shortened(value)} is outside the JSON number range [-2**63, 2**64)")
@@ -134,7 +152,7 @@ def _loads_fast(data: bytes) -> Any:
         raise JsonTextError(_explained(str(error), data)) from None
     except RecursionError:
         raise JsonTextError(_TOO_DEEP) from None
-    _check_depth(data)
+    _check_depth(value)
     return value
 
 
@@ -167,16 +185,27 @@ def _check_size(data: bytes) -> None:
         raise JsonTextError(f"more than {MAX_VALUES} values")
 
 
-def _check_depth(data: bytes) -> None:
-    """Refuses a well-formed text with more than `MAX_DEPTH` nested containers, without recursion."""
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
-        return
-    brackets = _STRINGS.sub(b"", data).translate(_ALL_SQUARE, _NOT_BRACKETS)
+def _check_depth(value: Any) -> None:
+    """Refuses more than `MAX_DEPTH` nested containers, level by level and so without recursion."""
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"")  # each round removes the innermost containers
-        if not brackets:
+        if not level:
             return
-    raise JsonTextError(_TOO_DEEP)
+        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = [child for child in children if isinstance(child, (dict, list))]
+    if level:
+        raise JsonTextError(_TOO_DEEP)
+
+
+def _has_minus_zero(data: bytes) -> bool:
+    """Whether a number of the text may be -0, which the fast reader gives back as 0 (text in strings may match too)."""
+    for match in _MINUS_ZERO.finditer(data):
+        before = match.start() - 1
+        while before >= 0 and data[before] in b" \t\n\r":
+            before -= 1
+        if before < 0 or data[before] in b":[,":
+            return True
+    return False
 
 
 def _explained(message: str, data: bytes) -> str:

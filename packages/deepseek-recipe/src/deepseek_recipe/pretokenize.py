@@ -35,7 +35,8 @@ _STAGES: Final = (
 _UNION_RANGES: Final = ((0x4E00, 0x9FA6), (0x3040, 0x3100))
 _SETTLED: Final = (
     (0x0020, 0x007F),  # ASCII
-    (0x00A0, 0x0250),  # Latin
+    (0x00A0, 0x00AD),  # Latin
+    (0x00AE, 0x0250),
     (0x0300, 0x0363),  # combining marks
     (0x0391, 0x03A2),  # Greek
     (0x03A3, 0x03CF),
@@ -48,11 +49,21 @@ _SETTLED: Final = (
     (0x1E00, 0x1F00),  # Latin and Vietnamese
     (0x2010, 0x2028),  # dashes, quotation marks
     (0x2030, 0x205F),
+    (0x2070, 0x2072),  # superscripts and subscripts
+    (0x2074, 0x208F),
     (0x20A0, 0x20B6),  # currency
-    (0x2190, 0x23E9),  # arrows, mathematics
-    (0x2460, 0x2616),  # enclosed numbers, boxes, shapes
-    (0x2701, 0x2705),
-    (0x2713, 0x2728),
+    (0x2100, 0x214C),  # letter-like symbols, number forms
+    (0x2150, 0x2185),
+    (0x2190, 0x23E9),  # arrows, mathematics, technical
+    (0x2460, 0x269D),  # enclosed numbers, boxes, shapes, symbols
+    (0x2701, 0x2705),  # dingbats
+    (0x2706, 0x270A),
+    (0x270C, 0x2728),
+    (0x2729, 0x274C),
+    (0x2758, 0x2795),
+    (0x2798, 0x27B0),
+    (0x27D0, 0x27E0),  # mathematics, brackets, arrows
+    (0x27E6, 0x2B4D),
     (0x3000, 0x3030),  # CJK punctuation
     (0x3041, 0x3097),  # kana
     (0x3099, 0x3100),
@@ -101,7 +112,7 @@ class Pretokenizer:
     def pieces(self, text: str) -> list[str] | None:
         """The pieces of `text` in order, or None when it holds a character that is not settled."""
         pieces: list[str] = self._findall(text)
-        return pieces if sum(map(len, pieces)) == len(text) else None
+        return pieces if "".join(pieces) == text else None
 
     def chunks(self, text: str, chunk_chars: int) -> Iterator[str]:
         """`text` in chunks of about `chunk_chars` characters, cut where no piece can cross.

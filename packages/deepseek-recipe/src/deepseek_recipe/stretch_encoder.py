@@ -10,8 +10,8 @@ with an unsettled character, or with many new words, goes to the backend as it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 from tokenizers import Tokenizer as Backend
 
@@ -22,11 +22,13 @@ __all__ = ["StretchEncoder"]
 Ids = Sequence[int]
 
 _CHUNK_CHARS = 8_192
+_FINE_CHUNK_CHARS = 256
 _GROUP_CHARS = 16 * _CHUNK_CHARS  # what goes to the backend in one batch
 _MAX_WORDS = 131_072  # per generation of the word memory
 _MAX_WORD_CHARS = 64
 _NEW_WORDS_LIMIT = 3  # a chunk with more than one new word in three goes to the backend as a whole
 _MAX_PAUSE = 64
+_ALONE_CHARS = 512
 _BYTES_PER_ID = 36  # an int and its place in a list
 _TEXT_OVERHEAD_BYTES = 160
 
@@ -111,16 +113,38 @@ class StretchEncoder:
         return out
 
     def _encode_group(self, chunks: list[str], pretokenizer: Pretokenizer) -> list[Ids]:
-        """The ids of each chunk, with at most one call of the backend."""
+        """The ids of each chunk. One with an unsettled character is cut finer, so that little goes to the backend."""
+        parts: list[str] = []
+        pieces_of: list[list[str] | None] = []
+        num_parts: list[int] = []
+        for chunk in chunks:
+            own, own_pieces = [chunk], [self._pieces(chunk, pretokenizer)]
+            if own_pieces[0] is None and len(chunk) > 2 * _FINE_CHUNK_CHARS and not self._pause:
+                own = list(pretokenizer.chunks(chunk, _FINE_CHUNK_CHARS))
+                own_pieces = [pretokenizer.pieces(part) for part in own]
+            parts += own
+            pieces_of += own_pieces
+            num_parts.append(len(own))
+        ids = iter(self._encode_parts(parts, pieces_of))
+        return [next(ids) if num == 1 else list(chain.from_iterable(islice(ids, num))) for num in num_parts]
+
+    def _encode_parts(self, chunks: list[str], pieces_of: list[list[str] | None]) -> list[Ids]:
+        """The ids of each part of a group, with at most one call of the backend."""
         words = self._words
-        pieces_of = [self._pieces(chunk, pretokenizer) for chunk in chunks]
+        out: list[Ids | None] = []
         whole: list[int] = []
         new_words: dict[str, None] = {}
         for index, pieces in enumerate(pieces_of):
+            out.append(None)
             if pieces is None:
                 whole.append(index)
                 continue
-            new = self._unknown(pieces)
+            ids = list(map(words.get, pieces))
+            if None not in ids:
+                out[index] = list(chain.from_iterable(ids))  # pyright: ignore[reportArgumentType] - no None in it
+                self._next_pause = 1
+                continue
+            new = self._still_new(piece for piece, known in zip(pieces, ids, strict=True) if known is None)
             if len(new) * _NEW_WORDS_LIMIT > len(pieces):
                 whole.append(index)
                 self._pause, self._next_pause = self._next_pause - 1, min(2 * self._next_pause, _MAX_PAUSE)
@@ -130,18 +154,16 @@ class StretchEncoder:
         texts = [*new_words, *(chunks[index] for index in whole)]
         encoded = self._from_backend(texts) if texts else []
         words.update(zip(new_words, map(tuple, encoded), strict=False))
-        ids_of_whole = dict(zip(whole, encoded[len(new_words) :], strict=True))
-        out: list[Ids] = []
-        for index, pieces in enumerate(pieces_of):
-            ids = ids_of_whole.get(index)
-            if ids is None:
-                ids = list(chain.from_iterable(map(words.__getitem__, pieces or ())))
-            elif pieces is not None:
+        for index, ids in zip(whole, encoded[len(new_words) :], strict=True):
+            out[index] = ids
+            if (pieces := pieces_of[index]) is not None:
                 self._learn(pieces, ids)
-            out.append(ids)
+        for index, pieces in enumerate(pieces_of):
+            if out[index] is None:
+                out[index] = list(chain.from_iterable(map(words.__getitem__, pieces or ())))
         if len(words) > _MAX_WORDS:
             self._old_words, self._words = words, {}
-        return out
+        return out  # pyright: ignore[reportReturnType] - every place is filled
 
     def _pieces(self, chunk: str, pretokenizer: Pretokenizer) -> list[str] | None:
         if self._pause:
@@ -149,15 +171,15 @@ class StretchEncoder:
             return None
         return pretokenizer.pieces(chunk)
 
-    def _unknown(self, pieces: list[str]) -> dict[str, None]:
-        """The pieces without remembered ids; those of the older generation are taken over."""
-        words, old_words = self._words, self._old_words
-        unknown = dict.fromkeys(piece for piece in pieces if piece not in words)
+    def _still_new(self, pieces: Iterable[str]) -> dict[str, None]:
+        """The different pieces without those of the older generation, which are taken over."""
+        new = dict.fromkeys(pieces)
+        old_words = self._old_words
         if old_words:
-            for piece in [piece for piece in unknown if piece in old_words]:
-                words[piece] = old_words[piece]
-                del unknown[piece]
-        return unknown
+            for piece in [piece for piece in new if piece in old_words]:
+                self._words[piece] = old_words[piece]
+                del new[piece]
+        return new
 
     def _learn(self, pieces: list[str], ids: Ids) -> None:
         """Remembers the pieces of a chunk that was encoded as a whole: each takes the ids that spell its bytes."""
@@ -178,5 +200,7 @@ class StretchEncoder:
             start = end
 
     def _from_backend(self, texts: list[str]) -> list[list[int]]:
+        if sum(map(len, texts)) <= _ALONE_CHARS:  # not worth waking the backend's threads
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

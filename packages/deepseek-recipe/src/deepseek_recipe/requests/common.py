@@ -11,7 +11,7 @@ import msgspec
 from deepseek_recipe.conversation import AssistantMessage, Conversation, Effort, Message, ToolDefinition, UserMessage
 from deepseek_recipe.enums import ModelVersion, ReasoningContentBehavior, ThinkingInitialStage
 from deepseek_recipe.errors import ConversionError
-from deepseek_recipe.json_text import compact
+from deepseek_recipe.json_text import TrustedJson, compact
 from deepseek_recipe.requests.options import ConversionOptions
 from deepseek_recipe.requests.result import OutputConstraint
 from deepseek_recipe.requests.wire import as_f32
@@ -183,19 +183,23 @@ def check_unique(names: Iterable[str]) -> None:
 
 def _defined(spec: ToolSpec) -> ToolDefinition:
     try:
-        if spec.strict:
-            parameters = strict_parameters(spec.parameters)
-        elif spec.parameters is None:
-            parameters = {}
-        else:
-            parameters = spec.parameters
-            check_schema(parameters)
-            if not isinstance(parameters, dict) or parameters.get("type") != "object":
-                given = parameters.get("type") if isinstance(parameters, dict) else parameters
-                raise SchemaError(f'the type must be "object", not {compact(given)}')
+        parameters = _checked_parameters(spec)
     except SchemaError as error:
         raise ConversionError(f"{spec.path}: invalid parameters of the tool {spec.name!r}: {error}") from None
-    return ToolDefinition(spec.name, spec.description, parameters, spec.strict, spec.defer_loading)
+    return ToolDefinition(spec.name, spec.description, TrustedJson(parameters), spec.strict, spec.defer_loading)
+
+
+def _checked_parameters(spec: ToolSpec) -> Any:
+    if spec.strict:
+        return strict_parameters(spec.parameters)
+    if spec.parameters is None:
+        return {}
+    parameters = spec.parameters
+    check_schema(parameters)
+    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+        given = parameters.get("type") if isinstance(parameters, dict) else parameters
+        raise SchemaError(f'the type must be "object", not {compact(given)}')
+    return parameters
 
 
 class ToolChoice(NamedTuple):

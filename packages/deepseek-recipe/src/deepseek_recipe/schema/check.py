@@ -31,6 +31,8 @@ _DRAFTS = {
 }
 _ANCHOR = re.compile(r"[A-Za-z_][-A-Za-z0-9._]*")
 _SHOWN_CHARS = 60
+_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED_CHARS = 16_384
 
 _Path = tuple["_Path", "str | int"] | None
 
@@ -39,9 +41,19 @@ class SchemaError(ValueError):
     """A value that is not a usable JSON Schema; the message names the place and the rule."""
 
 
+_valid_texts: dict[str, None] = {}  # compact texts of valid schemas, the latest last: tools come again and again
+
+
 def check_schema(schema: Any) -> None:
     """Raises `SchemaError` unless `schema` is a valid, self-contained JSON Schema."""
+    text = compact(schema)
+    if text in _valid_texts:
+        return
     _Check(schema).run()
+    if len(text) <= _MAX_REMEMBERED_CHARS:
+        if len(_valid_texts) >= _MAX_REMEMBERED:
+            _valid_texts.pop(next(iter(_valid_texts)), None)
+        _valid_texts[text] = None
 
 
 class _Check:

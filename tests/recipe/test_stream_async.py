@@ -13,7 +13,6 @@ from deepseek_recipe.streaming.async_processor import AsyncStreamProcessor
 from deepseek_recipe.streaming.sse import KEEP_ALIVE, SseWriter
 from tests.recipe.stream_outputs import texts
 
-
 _RESPONSES_ERROR = (
     b'event: error\ndata: {"type":"error","code":"server_error","message":"no","param":null,"sequence_number":0}\n\n'
 )

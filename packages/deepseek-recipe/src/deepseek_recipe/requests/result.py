@@ -15,6 +15,7 @@ from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
     from deepseek_recipe.schema.grammar import Grammar
+    from deepseek_recipe.tokenizer import Tokenizer
 
 __all__ = ["ConversationRequest", "InferenceOptions", "OutputConstraint"]
 
@@ -36,11 +37,14 @@ class OutputConstraint(msgspec.Struct, frozen=True):
     model_version: ModelVersion = ModelVersion.DeepseekV41Flash
     parallel_tool_calls: bool = True
 
-    def grammar(self) -> Grammar:
-        """The constraint as a grammar description; `SchemaError` names what cannot be enforced."""
+    def grammar(self, tokenizer: Tokenizer | None = None) -> Grammar:
+        """The constraint as a grammar description; with a tokenizer, DSML markers are its token ids.
+
+        `SchemaError` (a ValueError) names what cannot be enforced.
+        """
         from deepseek_recipe.schema.grammar import compile_constraint
 
-        return compile_constraint(self)
+        return compile_constraint(self, tokenizer)
 
 
 class InferenceOptions(msgspec.Struct, frozen=True):

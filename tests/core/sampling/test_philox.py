@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deepinfer_core.sampling.philox import gumbel, gumbel_noise, philox4x32, random_words, uniform
+from deepinfer_core.sampling.philox import gumbel, gumbel_noise, gumbel_noise_at, philox4x32, random_words, uniform
 from deepinfer_core.sampling.streams import Stream
 from tests.core.sampling import oracle
 
@@ -66,6 +66,13 @@ def test_noise_of_a_row_does_not_depend_on_other_rows(num_ids: int) -> None:
 def test_noise_of_an_id_does_not_depend_on_the_vocabulary() -> None:
     seed, position = torch.tensor([9]), torch.tensor([4])
     assert torch.equal(gumbel_noise(seed, position, 50), gumbel_noise(seed, position, 3_001)[:, :50])
+
+
+def test_noise_of_single_ids_is_that_of_the_whole_row() -> None:
+    seed, position = torch.tensor([9, -4]), torch.tensor([4, 2**33])
+    row, ids = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0, 1, 2_999, 1, 42])
+    whole = gumbel_noise(seed, position, 3_000)
+    assert torch.equal(gumbel_noise_at(seed[row], position[row], ids), whole[row, ids])
 
 
 def test_streams_are_unrelated() -> None:

@@ -65,7 +65,7 @@ def test_a_tiny_top_p_keeps_the_first_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-def test_top_p_is_the_same_for_large_vocabularies_by_guess_and_by_sorting(spread: float) -> None:
+def test_top_p_agrees_with_the_definition_on_large_vocabularies_with_many_ties(spread: float) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(4, 3_000) * spread).round(decimals=2)  # many ties
     got = keep_top_p(logits, 0.01, 0.3, 0.9, 0.999)

@@ -166,8 +166,9 @@ def test_a_perfect_drafter_is_always_accepted() -> None:
     assert sampler.sample(rows).num_tokens.tolist() == [4, 4]
 
 
-def test_large_blocks_draw_the_same_drafts_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = make_sampler(NUM_IDS, [SamplingParams(seed=9), SamplingParams(temperature=0)])
+@pytest.mark.parametrize("mode", ["coupled", "ratio"])
+def test_large_blocks_draw_the_same_drafts_step_by_step(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    sampler = make_sampler(NUM_IDS, [SamplingParams(seed=9), SamplingParams(temperature=0)], mode=mode)
     logits = table_logits(torch.tensor([2, 3]))
 
     def drafts() -> list[list[int]]:
@@ -175,7 +176,7 @@ def test_large_blocks_draw_the_same_drafts_step_by_step(monkeypatch: pytest.Monk
         return [noise.choose(step, logits).tolist() for step in range(4)]
 
     at_once = drafts()
-    monkeypatch.setattr("deepinfer_core.sampling.draft_noise._MAX_ENTRIES", 1)
+    monkeypatch.setattr("deepinfer_core.sampling.draft_noise._SMALL_BLOCK", 0)
     assert drafts() == at_once
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepinfer_core.sampling.streams import Stream
 
-__all__ = ["gumbel", "gumbel_noise", "philox4x32", "random_words", "uniform"]
+__all__ = ["gumbel", "gumbel_noise", "gumbel_noise_at", "philox4x32", "random_words", "random_words_at", "uniform"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -28,7 +28,7 @@ _ROUNDS = 10
 _WORDS = 4
 
 # Counters of one tile on a CPU. The rounds pass over the tile about a hundred times, so it should stay in the cache.
-_TILE_COUNTERS = 1 << 16
+_TILE_COUNTERS = 1 << 14
 
 
 def philox4x32[Word: (int, Tensor)](
@@ -66,6 +66,13 @@ def random_words(seed: Tensor, position: Tensor, num_ids: int, stream: Stream) -
     return words.flatten(1)[:, :num_ids]
 
 
+def random_words_at(seed: Tensor, position: Tensor, ids: Tensor, stream: Stream) -> Tensor:
+    """w of single (seed, position, id): int64 [E] from three int64 [E]. A fourth as fast an id as `random_words`."""
+    counter = (ids // _WORDS, position & _MASK, position >> 32 & _MASK, torch.full_like(ids, int(stream)))
+    parts = torch.stack(philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK)))  # [4, E]
+    return parts.gather(0, (ids % _WORDS)[None])[0]
+
+
 def uniform(words: Tensor) -> Tensor:
     """u = (w + 0.5) / 2^32 in float64, strictly between 0 and 1."""
     return (words.double() + 0.5) * 2.0**-32
@@ -79,3 +86,8 @@ def gumbel(words: Tensor) -> Tensor:
 def gumbel_noise(seed: Tensor, position: Tensor, num_ids: int, stream: Stream = Stream.TOKEN) -> Tensor:
     """G(seed, position, v) for v < num_ids: float32 [R, num_ids]; seed and position as for `random_words`."""
     return gumbel(random_words(seed, position, num_ids, stream))
+
+
+def gumbel_noise_at(seed: Tensor, position: Tensor, ids: Tensor, stream: Stream = Stream.TOKEN) -> Tensor:
+    """G of single (seed, position, id): float32 [E] from three int64 [E]."""
+    return gumbel(random_words_at(seed, position, ids, stream))

@@ -19,6 +19,7 @@ Reductions that a library may split by the shape of the batch (float sums) are t
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +36,8 @@ __all__ = [
 
 _NEVER = float("-inf")
 
-# top-p first looks at so many largest entries; a row whose set is larger is sorted as a whole.
-_NUCLEUS_GUESS = 256
+# torch.topk is fast for a share of the row below 1 / this.
+_FEW_SHARE = 64
 
 
 def apply_bit_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
@@ -75,11 +76,7 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def top_k_mask(logits: Tensor, k: Tensor, max_k: int) -> Tensor:
     """True for exactly k entries a row: the largest, ties to the lower id. k: int64 [R], 1 <= k <= max_k <= V."""
-    largest = logits.topk(max_k, dim=-1).values  # [R, max_k], descending; equal values need no order
-    threshold = largest.gather(1, k[:, None] - 1)  # [R, 1]
-    above, equal = logits > threshold, logits == threshold
-    num_equal = k[:, None] - above.sum(1, keepdim=True)
-    return above | equal & (equal.cumsum(1) <= num_equal)
+    return _largest_mask(logits, _largest_values(logits, max_k), k)
 
 
 def keep_top_k(logits: Tensor, k: Tensor, max_k: int) -> Tensor:
@@ -88,51 +85,43 @@ def keep_top_k(logits: Tensor, k: Tensor, max_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """-inf outside the smallest set that holds `top_p` of the probability. top_p: float64 [R], in (0, 1]."""
-    weights = _weights(logits)  # [R, V] float64
-    wanted = top_p * _row_sum(weights)  # [R]
-    num_ids = logits.shape[1]
-    if logits.device.type != "cpu" or num_ids <= 4 * _NUCLEUS_GUESS:
-        return logits.masked_fill(~_nucleus(logits, weights, wanted, _descending_order(logits)), _NEVER)
-    ids = logits.topk(_NUCLEUS_GUESS, dim=-1).indices.sort(dim=1).values
-    order = ids.gather(1, _descending_order(logits.gather(1, ids)))  # [R, guess]
-    kept = _nucleus(logits, weights, wanted, order)
-    # An entry equal to the last of the guess may have been left out of it, so the set must end above that value.
-    last = logits.gather(1, order[:, -1:])
-    safe = logits > last
-    inside = torch.where(safe.gather(1, order), weights.gather(1, order), 0.0).cumsum(1)[:, -1]
-    unsure = (inside < wanted).nonzero()[:, 0]
-    if len(unsure):
-        rest = logits[unsure]
-        kept[unsure] = _nucleus(rest, weights[unsure], wanted[unsure], _descending_order(rest))
-    return logits.masked_fill(~kept, _NEVER)
+    """-inf outside the smallest set that holds `top_p` of the probability. top_p: float64 [R], in (0, 1].
+
+    That set is the n largest entries, ties to the lower id, so sorting values without their ids is enough to find n.
+    """
+    values = _largest_values(logits, logits.shape[1])
+    total = _weights(values, values[:, :1]).cumsum(1)  # [R, V]
+    wanted = top_p[:, None] * total[:, -1:]
+    num_kept = (total[:, :-1] < wanted).sum(1) + 1  # an entry stays if the ones before it do not reach top_p
+    return logits.masked_fill(~_largest_mask(logits, values, num_kept), _NEVER)
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """-inf where the probability is below `min_p` times the largest. min_p: float64 [R], in [0, 1]."""
-    return logits.masked_fill(_weights(logits) < min_p[:, None], _NEVER)
+    weights = _weights(logits, logits.amax(1, keepdim=True))
+    return logits.masked_fill(weights < min_p[:, None], _NEVER)
 
 
-def _weights(logits: Tensor) -> Tensor:
+def _weights(values: Tensor, largest: Tensor) -> Tensor:
     """exp(x - max) in float64: probabilities up to a factor a row, 1 for the largest.
 
     The difference is taken in float64, where it is exact: logits that differ keep their order as probabilities.
     """
-    return (logits.double() - logits.amax(1, keepdim=True)).exp_()
+    return (values.double() - largest).exp_()
 
 
-def _row_sum(weights: Tensor) -> Tensor:
-    """[R] sums, each taken from left to right."""
-    return weights.cumsum(1)[:, -1]
+def _largest_values(logits: Tensor, count: int) -> Tensor:
+    """The `count` largest values of each row, descending: [R, count]."""
+    if logits.device.type != "cpu" or count * _FEW_SHARE <= logits.shape[1]:
+        return logits.topk(count, dim=1).values
+    # On a CPU numpy sorts values many times faster than torch, which carries indices along.
+    ascending = np.sort(logits.detach().float().numpy(), axis=1)
+    return torch.from_numpy(ascending[:, ::-1][:, :count].copy())
 
 
-def _descending_order(logits: Tensor) -> Tensor:
-    return logits.sort(dim=1, descending=True, stable=True).indices
-
-
-def _nucleus(logits: Tensor, weights: Tensor, wanted: Tensor, order: Tensor) -> Tensor:
-    """bool [R, V]: entries of `order` ([R, n] ids) before which less than `wanted` has been summed."""
-    total = weights.gather(1, order).cumsum(1)  # [R, n]
-    before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=1)
-    kept = torch.zeros_like(logits, dtype=torch.bool)
-    return kept.scatter_(1, order, before < wanted[:, None])
+def _largest_mask(logits: Tensor, values: Tensor, k: Tensor) -> Tensor:
+    """True for the k largest entries a row, ties to the lower id; `values`: the row's largest, descending."""
+    threshold = values.gather(1, k[:, None] - 1)  # [R, 1]
+    above, equal = logits > threshold, logits == threshold
+    num_equal = k[:, None] - above.sum(1, keepdim=True)
+    return above | equal & (equal.cumsum(1) <= num_equal)

@@ -24,7 +24,7 @@ A row's result depends on the row alone, bit for bit: not on the other rows, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +37,10 @@ from deepinfer_core.config.sampling import LogprobsMode
 from deepinfer_core.config.scheduler import Verification
 from deepinfer_core.sampling import processors
 from deepinfer_core.sampling.draft_noise import DraftNoise
+from deepinfer_core.sampling.draw import argmax_token, draw_token
+from deepinfer_core.sampling.filters import RowFilters, rows_of, to_device
 from deepinfer_core.sampling.history import TokenHistory
 from deepinfer_core.sampling.logprobs import LogprobRows, token_logprobs
-from deepinfer_core.sampling.philox import gumbel_noise
 from deepinfer_core.sampling.slot_table import SlotTable
 from deepinfer_core.sampling.streams import Stream
 from deepinfer_core.sampling.verify import SegmentGrid, ratio_draw
@@ -135,7 +136,9 @@ class Sampler:
         segment = np.repeat(np.arange(len(lengths)), lengths)
         adjusted = self._adjusted(rows, records)  # [N, ids]
         random = np.flatnonzero(~records["greedy"])
-        filtered = self._filtered(adjusted, records, random)  # [random, ids]
+        filtered = adjusted[:0]  # [random, ids]
+        if random.size:
+            filtered = RowFilters.of(records[random]).apply(rows_of(adjusted, random))
         drawn, failed = self._draw(adjusted, filtered, records, random, rows.position)
         emitted, stands = drawn, drawn == rows.token.roll(-1)  # row k's draw against row k + 1's own token
         if self._mode == "ratio" and random.size and len(drawn) > len(lengths):
@@ -157,15 +160,14 @@ class Sampler:
         segment_slot [S] on the host; first_position [S] int64: position of each segment's first draft.
         """
         records = self._table.records(segment_slot)
-        stream = Stream.TOKEN if self._mode == "coupled" else Stream.DRAFT
         return DraftNoise(
             self._to_device(records["seed"]),
             first_position,
-            self._to_device(records["temperature"]),
-            None if records["greedy"].all() else self._to_device(records["greedy"]),
+            None if records["greedy"].all() else RowFilters.of(records),
+            self._to_device(records["greedy"]),
             self._num_ids,
             num_steps,
-            stream,
+            Stream.TOKEN if self._mode == "coupled" else Stream.DRAFT,
         )
 
     # ---- steps of sample() ----------------------------------------------------------------------------------------
@@ -201,29 +203,17 @@ class Sampler:
         factors = (self._to_device(records[name]) for name in ("repetition", "presence", "frequency"))
         logits[at] = processors.apply_penalties(logits[at], prompt_seen, output_count, *factors)
 
-    def _filtered(self, adjusted: Tensor, records: NDArray[np.void], random: NDArray[np.int64]) -> Tensor:
-        """The rows that draw at random [random, ids], after temperature, top-k, top-p and min-p."""
-        if not random.size:
-            return adjusted[:0]
-        records = records[random]
-        logits = processors.apply_temperature(self._rows(adjusted, random), self._to_device(records["temperature"]))
-        k = np.minimum(records["top_k"], self._num_ids)
-        logits = self._on_some(logits, records["top_k"] > 0, processors.keep_top_k, k, int(k.max()))
-        logits = self._on_some(logits, records["top_p"] < 1.0, processors.keep_top_p, records["top_p"])
-        return self._on_some(logits, records["min_p"] > 0.0, processors.keep_min_p, records["min_p"])
-
     def _draw(
         self, adjusted: Tensor, filtered: Tensor, records: NDArray[np.void], random: NDArray[np.int64], position: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(tokens [N], failed [N]). argmax returns the lowest id of equals."""
+        """(tokens [N], failed [N])."""
         if random.size == 0:
-            return _argmax(adjusted)
+            return argmax_token(adjusted)
         seed = self._to_device(records["seed"][random])
-        noise = gumbel_noise(seed, self._rows(position, random) + 1, self._num_ids, Stream.TOKEN)
-        token, failed = _argmax(noise.add_(filtered))
+        token, failed = draw_token(filtered, seed, rows_of(position, random) + 1)
         if random.size == len(adjusted):
             return token, failed
-        all_token, all_failed = _argmax(adjusted)
+        all_token, all_failed = argmax_token(adjusted)
         at = self._to_device(random)
         return all_token.index_copy(0, at, token), all_failed.index_copy(0, at, failed)
 
@@ -246,10 +236,9 @@ class Sampler:
         if not index.size:
             return emitted, stands
         at = self._to_device(index)
-        temperature = self._to_device(records["temperature"][index])
         verdict = ratio_draw(
             filtered[self._to_device(np.flatnonzero(chosen))],
-            processors.apply_temperature(rows.draft_logits[at][:, : self._num_ids], temperature),
+            RowFilters.of(records[index]).apply_temperature(rows.draft_logits[at][:, : self._num_ids]),
             rows.token[at + 1],
             self._to_device(records["seed"][index]),
             rows.position[at] + 1,
@@ -279,43 +268,14 @@ class Sampler:
         ):
             if not index.size:
                 continue
-            logits = self._rows(raw, index)
+            logits = rows_of(raw, index)
             if is_processed:
                 final = adjusted.index_copy(0, self._to_device(random), filtered) if random.size else adjusted
-                logits = self._rows(final, index)
+                logits = rows_of(final, index)
             num_top = records["num_logprobs"][index]
-            values = token_logprobs(logits, self._rows(emitted, index), int(num_top.max()))
+            values = token_logprobs(logits, rows_of(emitted, index), int(num_top.max()))
             groups.append((values, segment[index], num_top))
         return tuple(groups)
 
-    # ---- rows that a step concerns ---------------------------------------------------------------------------------
-
     def _to_device(self, array: NDArray[Any]) -> Tensor:
-        # A field of one record counts as contiguous whatever its stride is; torch wants the plain stride, so copy.
-        plain = array.copy() if array.size == 1 else np.ascontiguousarray(array)
-        return torch.from_numpy(plain).to(self._device, non_blocking=True)
-
-    def _rows(self, tensor: Tensor, index: NDArray[np.int64]) -> Tensor:
-        """tensor[index] for ascending `index`, without a copy where that is all of it."""
-        return tensor if len(index) == len(tensor) else tensor.index_select(0, self._to_device(index))
-
-    def _on_some(
-        self,
-        logits: Tensor,
-        chosen: NDArray[np.bool_],
-        step: Callable[..., Tensor],
-        parameter: NDArray[Any],
-        *more: int,
-    ) -> Tensor:
-        """Apply `step(logits, parameter, *more)` to the chosen rows."""
-        index = np.flatnonzero(chosen)
-        if not index.size:
-            return logits
-        result = step(self._rows(logits, index), self._to_device(parameter[index]), *more)
-        return result if len(index) == len(logits) else logits.index_copy(0, self._to_device(index), result)
-
-
-def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids [R], failed [R]): the lowest id of the largest score; failed where that score is not finite."""
-    ids = scores.argmax(1)
-    return ids, ~scores.gather(1, ids[:, None])[:, 0].isfinite()
+        return to_device(array, self._device)

@@ -24,8 +24,9 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain_llm() -> Iterator[LLM]:
-    """No drafts, no overlap, one request at a time, prompts in chunks of 48."""
-    settings = {"num_drafts": 0, "overlap": False, "max_num_seqs": 1, "max_prefill_chunk_tokens": 48}
+    """No drafts, no overlap, no reuse, one request at a time, prompts in chunks of 48."""
+    settings = {"num_drafts": 0, "overlap": False, "prefix_replay": "off", "max_num_seqs": 1}
+    settings["max_prefill_chunk_tokens"] = 48
     with LLM(MODEL, quiet=True, **settings) as made:
         yield made
 
@@ -179,6 +180,23 @@ def test_prompt_logprobs_are_those_of_a_full_pass(llm: LLM, plain_llm: LLM) -> N
     assert np.mean(close) >= 0.9
     (chunked,) = plain_llm.generate(prompt_token_ids=prompt, sampling_params=params)
     assert chunked.prompt_logprobs == output.prompt_logprobs
+
+
+def test_a_cached_prefix_changes_no_token(llm: LLM, plain_llm: LLM) -> None:
+    rng = np.random.default_rng(5)
+    start = rng.integers(9, 384, 300).tolist()
+    prompts = [start + rng.integers(9, 384, count).tolist() for count in (1, 20, 90)]
+    params = SamplingParams(seed=4, max_tokens=8, ignore_eos=True)
+    first = llm.generate(prompt_token_ids=prompts[:1], sampling_params=params)
+    again = llm.generate(prompt_token_ids=prompts, sampling_params=params)
+    assert [output.num_cached_tokens for output in [*first, *again]] == [0, 256, 256, 256]
+    cold = [plain_llm.generate(prompt_token_ids=prompt, sampling_params=params)[0] for prompt in prompts]
+    assert all(output.num_cached_tokens == 0 for output in cold)
+    assert ids_of(again) == ids_of(cold)
+    (scored,) = llm.generate(
+        prompt_token_ids=prompts[1], sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0)
+    )
+    assert scored.num_cached_tokens == 0
 
 
 def test_prompts_come_in_several_forms(llm: LLM) -> None:

@@ -28,7 +28,11 @@ from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernel
 from deepinfer_core.model.params import build_params
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
+from deepinfer_core.runtime.step_costs import measure_costs
+from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.plan import StepResult
+from deepinfer_core.scheduling.prefix_index import PrefixHasher
+from deepinfer_core.scheduling.prefix_index import PrefixHasher
 from deepinfer_core.scheduling.replay import ReplayRules
 from deepinfer_core.scheduling.scheduler import Scheduler
 from deepinfer_core.text import Tokenizer
@@ -97,6 +101,9 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         ),
         cache_form=form,
     )
+    scheduled = speculation.num_drafts > 0 and speculation.draft_schedule == "scheduled"
+    cost = _measured_costs(config, runner) if scheduled else None
+    salt = bytes.fromhex(config.cache.prefix_salt) if config.cache.prefix_salt else None
     scheduler = Scheduler(
         config.scheduler,
         num_blocks=num_blocks,
@@ -104,11 +111,18 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         eos_token_id=model_config.eos_token_id,
         rules=rules,
         speculation=speculation,
+        hasher=None if rules.prefix_replay == "off" else PrefixHasher(weights.fingerprint.encode(), salt),
+        cost=cost,
     )
     loop = make_loop(scheduler, runner, overlap=config.scheduler.overlap)
     return AssembledEngine(
         folder, model_config, weights.fingerprint, tokenizer, choice, op_sources, runner, scheduler, loop
     )
+
+
+def _measured_costs(config: EngineConfig, runner: Runner) -> CostModel:
+    most = config.scheduler.max_num_batched_tokens
+    return measure_costs(runner, max_rows=most, max_requests=config.scheduler.max_num_seqs)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: ModelConfig) -> None:
@@ -140,6 +154,13 @@ def _check_batch_invariance(config: EngineConfig, choice: KernelChoice) -> None:
             f"batch_invariant is set, but the kernels of {choice.name} do not promise it yet; set it to False, or "
             "DEEPINFER_ACCELERATOR=cpu"
         )
+
+
+def _prefix_hasher(config: EngineConfig, fingerprint: str) -> PrefixHasher | None:
+    if config.prefix_replay == "off":
+        return None
+    salt = config.cache.prefix_salt
+    return PrefixHasher(fingerprint.encode(), None if salt is None else bytes.fromhex(salt))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

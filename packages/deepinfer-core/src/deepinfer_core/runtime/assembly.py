@@ -32,7 +32,6 @@ from deepinfer_core.runtime.step_costs import measure_costs
 from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.plan import StepResult
 from deepinfer_core.scheduling.prefix_index import PrefixHasher
-from deepinfer_core.scheduling.prefix_index import PrefixHasher
 from deepinfer_core.scheduling.replay import ReplayRules
 from deepinfer_core.scheduling.scheduler import Scheduler
 from deepinfer_core.text import Tokenizer
@@ -154,13 +153,6 @@ def _check_batch_invariance(config: EngineConfig, choice: KernelChoice) -> None:
             f"batch_invariant is set, but the kernels of {choice.name} do not promise it yet; set it to False, or "
             "DEEPINFER_ACCELERATOR=cpu"
         )
-
-
-def _prefix_hasher(config: EngineConfig, fingerprint: str) -> PrefixHasher | None:
-    if config.prefix_replay == "off":
-        return None
-    salt = config.cache.prefix_salt
-    return PrefixHasher(fingerprint.encode(), None if salt is None else bytes.fromhex(salt))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -24,6 +24,7 @@ from deepseek_recipe.conversation import (
     ToolMessage,
     UserMessage,
 )
+from deepseek_recipe.encodings import count_tokens, encoding_for
 from deepseek_recipe.enums import (
     InferenceFinishReason,
     ModelVersion,
@@ -133,6 +134,8 @@ __all__ = [
     "WebSearchBehavior",
     "__provider__",
     "__version__",
+    "count_tokens",
+    "encoding_for",
 ]
 
 

@@ -36,6 +36,11 @@ SPECIAL_TOKEN_SPELLINGS: Final[dict[str, str]] = {
 
 IMAGE_SPECIAL_TOKEN_ID: Final = 129264
 
+# Fill in the middle: added tokens of the V3 and V4 tokenizers, in the order that DeepSeek-Coder documents.
+FIM_BEGIN: Final = "<｜fim▁begin｜>"
+FIM_HOLE: Final = "<｜fim▁hole｜>"
+FIM_END: Final = "<｜fim▁end｜>"
+
 
 class DsmlTags(NamedTuple):
     """Tag names of a tool-call block, written directly after the DSML marker."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import require_str
 from deepseek_recipe.conversation import Conversation, ToolCall, ToolDefinition
 from deepseek_recipe.json_text import JsonTextError, loads
 from deepseek_recipe.rendering.prompt import PromptBuilder, RenderedPrompt
@@ -31,7 +33,7 @@ _GROUNDING = (
 )
 
 
-class PromptEncoding:
+class PromptEncoding(ABC):
     """Base of the two encodings: renders conversations, and encodes them when a tokenizer is attached."""
 
     dsml_tags: ClassVar[protocol_data.DsmlTags]
@@ -72,18 +74,42 @@ class PromptEncoding:
 
         `RuntimeError` without a tokenizer, or when a special token of the prompt is not in its added vocabulary.
         """
-        if self._tokenizer is None:
-            raise RuntimeError("no tokenizer is attached to the encoding: use with_tokenizer(Tokenizer.from_file(...))")
-        return self._tokenizer.encode_rendered(self.render_conversation(conversation))
+        return self._attached().encode_rendered(self.render_conversation(conversation))
+
+    def render_fim(self, prefix: str, suffix: str) -> RenderedPrompt:
+        """The prompt of a completion that fills the hole between two texts; spellings inside them stay text.
+
+        <bos> <fim_begin> prefix <fim_hole> suffix <fim_end>
+        """
+        require_str("prefix", prefix)
+        require_str("suffix", suffix)
+        out = PromptBuilder(self._image)
+        out.special(self._bos)
+        out.special(protocol_data.FIM_BEGIN)
+        out.text(prefix)
+        out.special(protocol_data.FIM_HOLE)
+        out.text(suffix)
+        out.special(protocol_data.FIM_END)
+        return out.finish()
+
+    def encode_fim(self, prefix: str, suffix: str) -> list[int]:
+        """The token ids of `render_fim`; errors as in `encode`."""
+        return self._attached().encode_rendered(self.render_fim(prefix, suffix))
 
     def count_tokens(self, conversation: Conversation) -> int:
         """How many ids `encode` gives; an image counts as its one placeholder (see `image_token_adjustment`)."""
         return len(self.encode(conversation))
 
+    def _attached(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RuntimeError("no tokenizer is attached to the encoding: use with_tokenizer(Tokenizer.from_file(...))")
+        return self._tokenizer
+
     # ---- for the subclasses ------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _write(self, conversation: Conversation, out: PromptBuilder) -> None:
-        raise NotImplementedError
+        """Writes the whole prompt."""
 
     def _use_spellings(self, special_tokens: SpecialTokens) -> None:
         spell = special_tokens.token

@@ -40,7 +40,7 @@ def extended_inference(body: Any) -> dict[str, Any]:
 
 def merged_max_tokens(body: Any) -> int | None:
     """`max_completion_tokens`, or `max_tokens`; different values of the two are an error."""
-    newer = _integer(body, "max_completion_tokens", 0, 2**32 - 1)
+    newer = _integer(body, "max_completion_tokens", 1, 2**32 - 1)
     if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
         raise ConversionError(
             f"max_completion_tokens: {newer} disagrees with max_tokens: {body.max_tokens}; give one of them"

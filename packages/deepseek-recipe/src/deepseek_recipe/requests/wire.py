@@ -55,7 +55,9 @@ def parse_value(value: Any, shape: type[_Body], path: str) -> _Body:
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
-        raise ValueError(f"invalid request body: {_explained(str(error), value, path)}") from None
+        own = error.__cause__  # a rule of a struct itself, which names its field and value
+        text = str(own) if isinstance(own, ValueError) else _explained(str(error), value, path)
+        raise ValueError(f"invalid request body: {text}") from None
 
 
 def as_f32(value: float) -> float:

@@ -1,0 +1,324 @@
+"""Conversion: what errors say, the life cycle of a request, and the extended dialect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deepseek_recipe as recipe
+
+MODEL = "DeepSeek-V4.1-Flash"
+HI = [{"role": "user", "content": "hi"}]
+STRICT = recipe.ConversionOptions()
+EXTENDED = recipe.ConversionOptions(dialect="extended")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+REQUESTS = [recipe.ChatCompletionRequest, recipe.ResponsesRequest, recipe.MessagesRequest]
+
+
+def chat(options: recipe.ConversionOptions = STRICT, **fields: Any) -> recipe.ConversationRequest:
+    body = {"model": MODEL, "messages": HI, **fields}
+    return recipe.ChatCompletionRequest(body, dialect=options.dialect).convert(options)
+
+
+def messages(options: recipe.ConversionOptions = STRICT, **fields: Any) -> recipe.ConversationRequest:
+    body = {"model": MODEL, "messages": HI, **fields}
+    return recipe.MessagesRequest(body, dialect=options.dialect).convert(options)
+
+
+def responses(options: recipe.ConversionOptions = STRICT, **fields: Any) -> recipe.ConversationRequest:
+    return recipe.ResponsesRequest({"model": MODEL, "input": "hi", **fields}).convert(options)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ('{"model": "m", "messages": [{"role": "user", "content": 5}]}', r"messages\[0\]\.content: .*not 5"),
+        ('{"model": "m", "messages": [{"role": "zz"}]}', r"messages\[0\].*zz"),
+        ('{"model": "m", "messages": [{"role": "user"}]}', r"messages\[0\]: .*missing required field `content`"),
+        ('{"model": "m", "messages": [], "max_tokens": 4294967296}', r"max_tokens: .*4294967295.*not 4294967296"),
+        ('{"model": "m", "messages": [], "seed": 1.5}', r"seed: .*1\.5"),
+        ('{"model": "m", "messages": [], "seed": 18446744073709551616}', "seed: 18446744073709551616"),
+        ('{"model": "m", "messages": [{"role": "user", "content": [{"type": "x"}]}]}', r"messages\[0\]\.content\[0\]"),
+        ("[]", "the body: "),
+        ('{"model": "' + "x" * 500 + '", "messages": 5}', "messages: "),
+    ],
+)
+def test_a_bad_shape_names_the_path_the_rule_and_the_value(body: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^invalid request body: {text}"):
+        recipe.ChatCompletionRequest(body)
+
+
+@pytest.mark.bad_input
+def test_bad_json_names_the_place() -> None:
+    with pytest.raises(ValueError, match=r"^invalid JSON request: .* at line 2 column 1$"):
+        recipe.ResponsesRequest(b'{"model": 1,\nx}')
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model": "gpt"}, "model: 'gpt' .*DeepSeek-V4-Pro, DeepSeek-V4.1-Flash"),
+        ({"temperature": 3}, r"temperature: 3.* \[0, 2\]"),
+        ({"top_p": 0}, r"top_p: 0.* \(0, 1\]"),
+        ({"max_tokens": 0}, r"max_tokens: 0 .*\[1, 393216\]"),
+        ({"stop": [""] * 2}, r"stop\[0\]"),
+        ({"stop": ["x"] * 17}, "stop: 17 .* 16"),
+        ({"n": 2}, "n: 2"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"tools\[0\]\.function\.name: 'a b'"),
+        ({"tools": TOOLS * 2}, "two tools are named 'f'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.*'g'"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "c"}]}, r"messages\[0\]\.tool_call_id: 'c'"),
+        ({"response_format": {"type": "json_object"}}, "json"),
+    ],
+)
+def test_a_request_that_cannot_be_served_names_field_value_and_limit(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(recipe.ConversionError, match=text) as caught:
+        chat(**fields)
+    assert caught.value.status_code == 400
+    message = str(caught.value)
+    kind = "invalid_request_error"
+    assert json.loads(caught.value.body) == {"error": {"message": message, "type": kind, "param": None, "code": kind}}
+
+
+@pytest.mark.bad_input
+def test_messages_errors_have_the_shape_of_their_api_when_asked_for() -> None:
+    with pytest.raises(recipe.ConversionError) as caught:
+        messages(recipe.ConversionOptions(error_shape="native"), temperature=3)
+    error = {"type": "invalid_request_error", "message": str(caught.value)}
+    assert json.loads(caught.value.body) == {"type": "error", "error": error}
+
+
+@pytest.mark.bad_input
+def test_a_body_that_is_no_json_value_is_refused() -> None:
+    with pytest.raises(TypeError, match="str"):
+        recipe.ChatCompletionRequest({1: 2})  # type: ignore[dict-item]
+    with pytest.raises(UnicodeEncodeError):
+        recipe.ChatCompletionRequest({"model": "\ud800", "messages": []})
+    with pytest.raises(UnicodeEncodeError):
+        recipe.ChatCompletionRequest('{"model": "\ud800"}')
+    with pytest.raises(TypeError, match="bytearray"):
+        recipe.ChatCompletionRequest(bytearray(b"{}"))  # type: ignore[arg-type]
+
+
+# ---- life cycle ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("request_type", REQUESTS)
+def test_a_request_is_converted_once_even_when_that_fails(request_type: Any) -> None:
+    request = request_type({"model": "nobody's", "messages": HI, "input": "hi"})
+    assert request.model == "nobody's"
+    with pytest.raises(recipe.ConversionError):
+        request.convert(STRICT)
+    for use in (lambda: request.model, lambda: request.convert(STRICT)):
+        with pytest.raises(RuntimeError, match="converted before"):
+            use()
+
+
+def test_the_echo_and_the_namespaces_are_read_before_conversion() -> None:
+    tool = {"type": "namespace", "name": "crm", "tools": [{"type": "function", "name": "a"}]}
+    request = recipe.ResponsesRequest({"model": MODEL, "input": "hi", "tools": [tool], "temperature": 0.3, "user": "u"})
+    assert request.namespace_tool_map(STRICT) == {"crm::a": ("crm", "a")}
+    echo = request.echo()
+    assert (echo.user, echo.temperature, echo.top_logprobs) == ("u", 0.30000001192092896, 0)
+    request.convert(STRICT)
+    with pytest.raises(RuntimeError):
+        request.echo()
+
+
+def test_options_are_values_and_their_setters_copy() -> None:
+    options = STRICT.with_model_alias("mine", recipe.ModelVersion.DeepseekV4Pro).with_default_thinking_mode(False)
+    assert options.model_versions_by_name["mine"] is recipe.ModelVersion.DeepseekV4Pro
+    assert "mine" not in STRICT.model_versions_by_name
+    assert STRICT == recipe.ConversionOptions()
+    request = recipe.ChatCompletionRequest({"model": "mine", "messages": HI}).convert(options)
+    assert (request.model_version, request.conversation.thinking_mode) == (recipe.ModelVersion.DeepseekV4Pro, False)
+
+
+# ---- the rules that V4 Pro has of its own ----------------------------------------------------------------------------
+
+
+def test_v4_pro_shows_later_system_messages_of_messages_as_reminders() -> None:
+    turns = [*HI, {"role": "system", "content": "s"}, {"role": "system", "content": ""}]
+    found = messages(model="DeepSeek-V4-Pro", messages=turns).conversation.messages
+    assert found == [recipe.UserMessage("hi"), recipe.UserMessage("<system-reminder>\ns\n</system-reminder>")]
+
+
+def test_v4_pro_joins_namespaces_with_underscores_and_knows_no_tool_search() -> None:
+    tools = [
+        {"type": "namespace", "name": "n", "description": "D", "tools": [{"type": "function", "name": "g"}]},
+        {"type": "function", "name": "n__g"},
+        {"type": "tool_search", "execution": "client"},
+    ]
+    items = [{"role": "developer", "content": "d"}, {"type": "tool_search_call", "call_id": "c", "arguments": {}}]
+    conversation = responses(model="DeepSeek-V4-Pro", tools=tools, input=items).conversation
+    assert [tool.name for tool in conversation.tools] == ["n__g_1", "n__g"]
+    assert conversation.messages == [recipe.UserMessage("d")]
+
+
+# ---- the extended dialect --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "developer", "content": "d"}]},
+        {"messages": HI, "seed": -1},
+    ],
+)
+def test_strict_refuses_what_extended_parses(body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="invalid request body"):
+        recipe.ChatCompletionRequest({"model": MODEL, **body})
+    recipe.ChatCompletionRequest({"model": MODEL, **body}, dialect="extended").convert(EXTENDED)
+
+
+def test_a_developer_message_is_a_system_message() -> None:
+    found = chat(EXTENDED, messages=[{"role": "developer", "content": "d"}]).conversation.messages
+    assert found == [recipe.SystemMessage("d")]
+
+
+def test_engine_settings_reach_the_engine_typed_and_only_in_the_extended_dialect() -> None:
+    fields = {
+        "max_completion_tokens": 7, "n": 3, "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0, "presence_penalty": -1.0, "parallel_tool_calls": False, "seed": -5,
+    }  # fmt: skip
+    found = chat(EXTENDED, **fields).inference_options
+    assert (found.max_tokens, found.n, found.top_k, found.min_p, found.seed) == (7, 3, 5, 0.25, -5)
+    assert (found.repetition_penalty, found.frequency_penalty, found.presence_penalty) == (1.5, 1.0, -1.0)
+    assert found.parallel_tool_calls is False
+    plain = chat(max_completion_tokens=7, top_k="x", frequency_penalty=1.0).inference_options
+    assert (plain.max_tokens, plain.top_k, plain.frequency_penalty) == (None, None, None)
+    assert messages(EXTENDED, top_k=4).inference_options.top_k == 4
+    assert responses(EXTENDED, top_k=4, seed=2).inference_options.seed == 2
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -2}, {"top_k": "x"}, {"top_k": True}, {"min_p": 1.5}, {"min_p": "x"}, {"repetition_penalty": 0},
+        {"n": 0}, {"n": 200}, {"max_completion_tokens": 5, "max_tokens": 6}, {"max_completion_tokens": 0},
+    ],
+)  # fmt: skip
+def test_engine_settings_have_ranges(fields: dict[str, Any]) -> None:
+    with pytest.raises(recipe.ConversionError, match=next(iter(fields))):
+        chat(EXTENDED, **fields)
+
+
+def test_redacted_thinking_is_skipped() -> None:
+    blocks = [{"type": "redacted_thinking", "data": "z"}, {"type": "text", "text": "x"}]
+    turns = [*HI, {"role": "assistant", "content": blocks}, *HI]
+    assert messages(EXTENDED, messages=turns).conversation.messages[1] == recipe.AssistantMessage("x", "")
+
+
+def test_any_requires_a_tool_in_the_extended_dialect() -> None:
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    off = {"thinking": {"type": "disabled"}, "tools": tools, "tool_choice": {"type": "any"}}
+    assert messages(**off).conversation.tool_choice == "auto"
+    assert messages(EXTENDED, **off).conversation.tool_choice == "required"
+
+
+def test_a_tool_required_while_thinking_leaves_the_prompt_to_the_thinking() -> None:
+    request = chat(EXTENDED, tools=TOOLS, tool_choice="required")
+    constraint = request.inference_options.output_constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.after_thinking) == ("tool_call_required", True)
+    assert not request.parsing_options.starts_in_tool_calls
+    assert recipe.DeepseekV41Encoding().render_conversation(request.conversation).prompt.endswith("<think>")
+
+
+def test_a_literal_spelling_cannot_displace_an_image_in_the_extended_dialect() -> None:
+    spelling = recipe.SpecialToken.Image.default_str()
+    parts = [{"type": "text", "text": f"a {spelling} b"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
+    body = {"messages": [{"role": "user", "content": parts}], "thinking": {"type": "disabled"}}
+
+    def placeholder(options: recipe.ConversionOptions) -> int:
+        rendered = recipe.DeepseekV41Encoding().render_conversation(chat(options, **body).conversation)
+        starts = [start for start, end in rendered.special_ranges if rendered.prompt[start:end] == spelling]
+        assert len(starts) == 1
+        return rendered.prompt[: starts[0]].count(spelling)
+
+    assert placeholder(STRICT) == 0  # as in the official codec, the literal takes the place
+    assert placeholder(EXTENDED) == 1
+
+
+def test_fim_prompts_mark_the_hole(v4_tokenizer: recipe.Tokenizer) -> None:
+    encoding = recipe.DeepseekV4Encoding().with_tokenizer(v4_tokenizer)
+    rendered = encoding.render_fim("def f(", "):\n <｜User｜>")
+    assert [rendered.prompt[a:b] for a, b in rendered.special_ranges] == [
+        "<｜begin▁of▁sentence｜>", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>",
+    ]  # fmt: skip
+    ids = encoding.encode_fim("def f(", "):\n <｜User｜>")
+    assert (ids[:2], ids[-1], 128803 in ids) == ([0, 128801], 128802, False)
+
+
+def test_tokens_are_counted_with_their_images(v41_tokenizer: recipe.Tokenizer) -> None:
+    request = chat()
+    encoding = recipe.encoding_for(request.model_version).with_tokenizer(v41_tokenizer)
+    count = len(encoding.encode(request.conversation))
+    assert recipe.count_tokens(request, v41_tokenizer) == count
+    images = recipe.MultiModalData([recipe.ImageInfo(b"x", 546, 546)])
+    assert recipe.count_tokens(request, v41_tokenizer, images) == count + 183
+
+
+# ---- anything at all -------------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+WORDS = st.sampled_from(
+    ["user", "assistant", "system", "tool", "text", "function", "tool_use", "tool_result", "hi", MODEL]
+)
+KEYS = st.sampled_from(
+    ["model", "messages", "input", "role", "content", "type", "text", "tools", "function", "name", "parameters", "system",
+     "tool_calls", "id", "arguments", "tool_choice", "thinking", "strict", "call_id", "output", "source", "url"]
+)  # fmt: skip
+JSON = st.recursive(
+    SCALARS | WORDS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=30
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=JSON, fields=st.dictionaries(KEYS, JSON, max_size=4), extended=st.booleans())
+def test_no_body_raises_anything_but_the_documented_errors(body: Any, fields: dict[str, Any], extended: bool) -> None:
+    options = EXTENDED if extended else STRICT
+    whole = {"model": MODEL, "messages": HI, "input": "hi", **fields}
+    for candidate in (body, whole, json.dumps(whole), json.dumps(body).encode()):
+        for request_type in REQUESTS:
+            try:
+                request = request_type(candidate, dialect=options.dialect)
+                request.convert(options)
+            except (ValueError, TypeError, OverflowError, recipe.ConversionError):
+                continue
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("request_type", REQUESTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"model":"m","max_tokens":' + b"9" * 5_000_000 + b"}",
+        b'{"model":"\\ud800"}',
+        b"\x00",
+        b'{"model":"m\x00"}',
+        b'{"model":' + b'"x"' * 100_000,
+        b"{" + b",".join(b'"%d":1' % n for n in range(300_000)) + b"}",
+    ],
+    ids=["depth", "digits", "surrogate", "NUL", "control", "no commas", "keys"],
+)
+def test_a_hostile_body_is_refused(request_type: Any, body: bytes) -> None:
+    with pytest.raises(ValueError, match="^invalid (JSON request|request body): "):
+        request_type(body)
+
+
+def test_a_nul_character_passes_as_text() -> None:
+    body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "a\\u0000b"}}]}}'
+    assert recipe.ChatCompletionRequest(body).convert(STRICT).conversation.messages[0].content == "a\x00b"

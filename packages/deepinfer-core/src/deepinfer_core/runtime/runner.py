@@ -126,6 +126,18 @@ class Runner:
         """Finish what is queued and end the worker thread."""
         self._worker.shutdown()
 
+    @torch.inference_mode()
+    def probe(self, plan: StepPlan) -> None:
+        """Run the forward pass of a plan whose rows write nothing; for measuring what a step costs."""
+        self.backbone.forward(build_batch(plan, self.state, self.params, self.kernels), self.state)
+
+    @torch.inference_mode()
+    def probe_drafts(self, slot: Tensor) -> None:
+        """Draft for slots [S] that hold nothing; for measuring what that costs."""
+        if self.drafter is not None:
+            zero = torch.zeros_like(slot)
+            self.drafter.propose(zero, zero, slot, zero, self.state, lambda _, logits: logits.argmax(-1))
+
     # ---- one step ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

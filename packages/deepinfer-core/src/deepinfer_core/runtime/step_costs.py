@@ -1,0 +1,84 @@
+"""Cost tables of a device, measured at start: the prior of the draft budget (design.md 8).
+
+    verify   seconds of a forward pass over 1, 2, 4, .. rows, spread over as many slots as there are
+    draft    seconds of a proposal for 1, 2, 4, .. requests
+
+Each size runs `_REPEATS` times and the fastest counts: what slows a run down on a shared machine is not the device.
+The passes write no cache. While serving, the cost model corrects the tables by the steps that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from deepinfer_core.runtime.runner import Runner
+from deepinfer_core.scheduling.cost import CostModel, CostTable
+from deepinfer_core.scheduling.plan import Content, RowKind, StepPlan, TokenSource, Writes
+
+__all__ = ["measure_costs"]
+
+_REPEATS = 3
+_MAX_MEASURED_ROWS = 128  # a larger step's cost goes on with the slope of the last two sizes
+_CONTEXT_TOKENS = 1024
+
+
+def measure_costs(runner: Runner, *, max_rows: int, max_requests: int) -> CostModel:
+    """Measure on an idle runner. `max_rows`: rows of the largest step; `max_requests`: slots."""
+    verify = _table(lambda rows: _forward(runner, rows, max_requests), min(max_rows, _MAX_MEASURED_ROWS))
+    draft = _table(lambda requests: _propose(runner, requests), min(max_requests, _MAX_MEASURED_ROWS))
+    return CostModel(verify, draft, max_rows=max_rows, max_requests=max_requests)
+
+
+def _table(run: Callable[[int], None], largest: int) -> CostTable:
+    sizes = [1]
+    while sizes[-1] * 2 <= largest:
+        sizes.append(sizes[-1] * 2)
+    return CostTable(tuple(sizes), tuple(_fastest(run, size) for size in sizes))
+
+
+def _fastest(run: Callable[[int], None], size: int) -> float:
+    run(size)  # first use allocates
+    seconds: list[float] = []
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        run(size)
+        seconds.append(perf_counter() - start)
+    return min(seconds)
+
+
+def _forward(runner: Runner, rows: int, max_requests: int) -> None:
+    runner.probe(_idle_plan(rows, min(rows, max_requests, runner.config.num_slots)))
+
+
+def _propose(runner: Runner, requests: int) -> None:
+    slots = torch.arange(requests, device=runner.device)
+    runner.probe_drafts(slots % runner.config.num_slots)
+
+
+def _idle_plan(rows: int, segments: int) -> StepPlan:
+    """`rows` rows over `segments` slots at a typical context, that write nothing."""
+    start = np.linspace(0, rows, segments + 1).astype(np.int32)
+    counts = np.diff(start)
+    offset = np.arange(rows) - np.repeat(start[:-1], counts)
+    return StepPlan(
+        step=-1,
+        row_position=_CONTEXT_TOKENS + offset,
+        row_token=np.zeros(rows, np.int64),
+        row_source=np.full(rows, TokenSource.GIVEN, np.uint8),
+        row_kind=np.full(rows, RowKind.DUMMY, np.uint8),
+        row_content=np.full(rows, Content.TEXT, np.uint8),
+        row_writes=np.full(rows, Writes.NONE, np.uint8),
+        row_sample=np.ones(rows, np.bool_),
+        segment_start=start,
+        segment_slot=np.arange(segments, dtype=np.int32),
+        segment_generation=np.zeros(segments, np.int32),
+        segment_window_from=np.zeros(segments, np.int64),
+        segment_decoder_from=np.zeros(segments, np.int64),
+        segment_num_drafts=np.zeros(segments, np.int32),
+        block_tables=np.full((segments, _CONTEXT_TOKENS // 128 + 1), -1, np.int32),
+        is_dummy=True,
+    )

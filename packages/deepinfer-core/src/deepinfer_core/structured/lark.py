@@ -1,0 +1,119 @@
+r"""`lark_dialect`: a Lark grammar as llguidance's dialect of it.
+
+    ?start: value -> top          start: value          marks and aliases only shape trees
+    !rule.2: "a"                  rule: "a"             so do priorities of rules, in a parser that follows every way
+    x: item~2..5  y~3             x: item{2,5}  y{3}
+    A: "0".."9"                   as it is: terminals, flags, %ignore, %import common.NAME and nested groups agree
+
+Terminals are matched at their longest, as Lark's lexers do. Refused: priorities of terminals, templates, %declare,
+%extend, %override and imports from files, since leaving them out would change the language; and llguidance's own
+additions (%json, %llguidance, rule[...]), which could switch limits off.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured.limits import MAX_NESTING, MAX_RULES
+from deepinfer_core.structured.regex import portable_regex
+
+__all__ = ["is_lark", "lark_dialect"]
+
+_TOKEN: Final = re.compile(
+    r"""(?P<space>(?:[ \t\r\f]|//[^\n]*|\#[^\n]*)+)
+      | (?P<newline>\n)
+      | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
+      | (?P<regex>/(?:[^/\\\n]|\\.)+/[a-z]*)
+      | (?P<directive>%[a-z_]+)
+      | (?P<alias>->[ \t]*[A-Za-z_]\w*)
+      | (?P<tilde>~[ \t]*(?P<low>\d+)(?:[ \t]*\.\.[ \t]*(?P<high>\d+))?)
+      | (?P<range>\.\.)
+      | (?P<name>[?!]*[A-Za-z_]\w*)
+      | (?P<priority>\.-?\d+)
+      | (?P<counted>\{[ \t]*(?:\d+[ \t]*(?:,[ \t]*\d*)?|,[ \t]*\d+)[ \t]*\})
+      | (?P<sign>[:|()\[\]*+?,.<>={}])""",
+    re.VERBOSE,
+)
+_DEFINES: Final = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*(?:\.-?\d+|\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:(?!:)", re.MULTILINE)
+_REFUSED_SIGNS: Final = {"<": "a special token", "{": "a template or embedded grammar", "=": "an attribute"}
+_DIRECTIVES: Final = ("%import", "%ignore")
+
+
+def is_lark(text: str) -> bool:
+    """Whether `text` is Lark (`name: ...`) rather than GBNF (`name ::= ...`)."""
+    without_strings = re.sub(r'"(?:[^"\\\n]|\\.)*"', '""', text)
+    return "::=" not in without_strings and bool(_DEFINES.search(text))
+
+
+def lark_dialect(text: str) -> str:
+    """`text` for llguidance. Raises GrammarError that names the construct and the line."""
+    lines: list[str] = []
+    line = depth = num_rules = 0
+    parts: list[str] = []
+    for match in _tokens(text):
+        kind, token = str(match.lastgroup), match[0]
+        if kind == "newline":
+            lines.append("".join(parts))
+            parts = []
+            line += 1
+            continue
+        depth += (token in "([") - (token in ")]") if kind == "sign" else 0
+        if depth > MAX_NESTING:
+            raise GrammarError(f"structured.grammar nests groups deeper than {MAX_NESTING} in line {line + 1}")
+        num_rules += token == ":"
+        parts.append(_converted(kind, match, "".join(parts), text[match.end() : match.end() + 1], line + 1))
+    lines.append("".join(parts))
+    if num_rules > MAX_RULES:
+        raise GrammarError(f"structured.grammar has {num_rules} rules; at most {MAX_RULES} are allowed")
+    return "\n".join(lines) + "\n"
+
+
+def _tokens(text: str) -> list[re.Match[str]]:
+    found: list[re.Match[str]] = []
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            line = text.count("\n", 0, at) + 1
+            raise GrammarError(f"structured.grammar has {text[at : at + 20]!r} in line {line}, which is not Lark")
+        found.append(match)
+        at = match.end()
+    return found
+
+
+def _converted(kind: str, match: re.Match[str], before: str, following: str, line: int) -> str:
+    token = match[0]
+    at_start = not before.strip()
+    match kind:
+        case "space" | "alias":
+            return " "
+        case "name":
+            bare = token.lstrip("?!")
+            if at_start and following == "[":
+                raise _refused(f"the attributes of {bare}", line)
+            return bare
+        case "priority":
+            if before.strip()[:1].isupper() or before.strip()[:2].strip("_").isupper():
+                raise _refused(f"the priority {token} of the terminal {before.strip()}", line)
+            return ""
+        case "directive":
+            if token not in _DIRECTIVES:
+                raise _refused(token, line)
+            return token
+        case "tilde":
+            return f"{{{match['low']},{match['high']}}}" if match["high"] else f"{{{match['low']}}}"
+        case "regex":
+            body, _, flags = token[1:].rpartition("/")
+            return f"/{portable_regex(body, f'the expression in line {line}')}/{flags}"
+        case "sign":
+            if token in _REFUSED_SIGNS:
+                raise _refused(_REFUSED_SIGNS[token], line)
+            return token
+        case _:
+            return token
+
+
+def _refused(what: str, line: int) -> GrammarError:
+    return GrammarError(f"structured.grammar has {what} in line {line}, which cannot be enforced; write it out instead")

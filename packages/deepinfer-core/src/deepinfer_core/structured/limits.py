@@ -1,0 +1,48 @@
+"""What a grammar may cost. Everything that a request brings is measured against these before and while it is compiled.
+
+text ── counts and depths below ──► llguidance with explicit fuel ──► cache with a size in bytes
+        └───────── in a child process that is killed at the deadline ─────────┘
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "COMPILE_DEADLINE_S",
+    "MAX_EARLEY_ITEMS_A_MASK",
+    "MAX_EARLEY_ROW",
+    "MAX_ENUM_VALUES",
+    "MAX_GRAMMAR_SYMBOLS",
+    "MAX_LEXER_FUEL",
+    "MAX_LEXER_FUEL_A_MASK",
+    "MAX_LEXER_STATES",
+    "MAX_NESTING",
+    "MAX_PROPERTIES",
+    "MAX_REGEX_CHARS",
+    "MAX_REPETITIONS",
+    "MAX_RULES",
+    "MAX_SCHEMA_NODES",
+    "STARTUP_DEADLINE_S",
+]
+
+# Seconds for one grammar, from text to its first mask; then the child process is killed.
+COMPILE_DEADLINE_S: Final = 1.2
+# Seconds for the child process to start, import llguidance and read the vocabulary.
+STARTUP_DEADLINE_S: Final = 60.0
+
+MAX_REGEX_CHARS: Final = 65_536
+MAX_NESTING: Final = 100  # groups within groups; llguidance recurses, and a deep stack ends the process
+MAX_REPETITIONS: Final = 100_000  # product of the bounds of counted repetitions inside one another
+MAX_SCHEMA_NODES: Final = 20_000  # subschemas of a JSON Schema
+MAX_ENUM_VALUES: Final = 20_000  # of all enums of a schema together
+MAX_PROPERTIES: Final = 5_000  # of all objects of a schema together
+MAX_RULES: Final = 5_000  # of a grammar
+
+# llguidance's own limits: its defaults for version 1.x, written out so that a new version cannot move them.
+MAX_EARLEY_ROW: Final = 2_000  # items of one row: how ambiguous a grammar may be
+MAX_LEXER_FUEL: Final = 1_000_000  # to build the lexer
+MAX_LEXER_FUEL_A_MASK: Final = 200_000  # about 15 ms
+MAX_EARLEY_ITEMS_A_MASK: Final = 50_000  # about 3 ms
+MAX_LEXER_STATES: Final = 250_000
+MAX_GRAMMAR_SYMBOLS: Final = 500_000

@@ -1,0 +1,75 @@
+"""A context-free grammar over characters: what GBNF is parsed into.
+
+root ::= "a" [0-9]+ tail      Sequence((Chars a, Repeat(Chars 0-9, 1, None), Reference tail))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Chars", "Choice", "Expression", "Reference", "Repeat", "Rules", "Sequence", "references_in"]
+
+MAX_CODE_POINT = 0x10FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of any of these ranges, ends included; ascending and disjoint."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One after the other; empty = the empty text."""
+
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of them."""
+
+    options: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`item` from `low` to `high` times; None = without end."""
+
+    item: Expression
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Whatever the rule of that name derives."""
+
+    name: str
+
+
+type Expression = Chars | Sequence | Choice | Repeat | Reference
+type Rules = dict[str, Expression]  # the first rule to apply is "root"
+
+
+def children(expression: Expression) -> tuple[Expression, ...]:
+    """Direct parts."""
+    match expression:
+        case Sequence(items):
+            return items
+        case Choice(options):
+            return options
+        case Repeat(item):
+            return (item,)
+        case _:
+            return ()
+
+
+def references_in(expression: Expression) -> Iterator[str]:
+    """Names of the rules that `expression` mentions."""
+    if isinstance(expression, Reference):
+        yield expression.name
+    for child in children(expression):
+        yield from references_in(child)

@@ -1,0 +1,8 @@
+"""`python -m deepseek_recipe` is the command `deepseek-recipe`."""
+
+from __future__ import annotations
+
+from deepseek_recipe.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

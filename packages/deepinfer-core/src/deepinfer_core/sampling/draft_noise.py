@@ -22,7 +22,7 @@ from deepinfer_core.sampling.streams import Stream
 __all__ = ["DraftNoise"]
 
 # Below so many entries the noise of a whole block costs less than the calls for one step after the other.
-_SMALL_BLOCK = 1 << 16
+_SMALL_BLOCK = 1 << 17
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from deepinfer_core.errors import ConfigError
 from tests.core.harness import FIXTURES
 
 MODEL = str(FIXTURES / "tiny-a")
-SMALL = ["--quiet", "--max-num-seqs", "4", "--model", MODEL]
+SMALL = ["--quiet", "--max-num-seqs", "4", "--draft-schedule", "fixed", "--model", MODEL]
 
 
 def parsed(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,7 +166,7 @@ def test_doctor_says_what_is_broken(
 
 def test_bench_measures_both_phases(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--batch", "1,2", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1", "--json"]
-    assert main(["bench", *words, "--model", MODEL, "--max-num-seqs", "2"]) == 0
+    assert main(["bench", *words, *SMALL]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [one["batch"] for one in results] == [1, 2]
     assert all(one["prefill_tokens_per_s"] > 0 and one["decode_tokens_per_s"] > 0 for one in results)

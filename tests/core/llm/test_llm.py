@@ -85,7 +85,7 @@ def test_samples_of_one_prompt_have_derived_seeds_that_repeat(llm: LLM) -> None:
 def test_requests_without_a_seed_follow_the_engine_seed_and_their_number() -> None:
     params = SamplingParams(max_tokens=6)
     with (
-        LLM(MODEL, quiet=True, seed=9, max_num_seqs=4) as first,
+        LLM(MODEL, quiet=True, seed=9, draft_schedule="fixed") as first,
         LLM(MODEL, quiet=True, seed=9, num_drafts=0) as second,
     ):
         one, two = first.generate(["Hello", "Hello"], params), second.generate(["Hello", "Hello"], params)
@@ -221,7 +221,7 @@ def test_special_spellings_are_text_unless_parsed(llm: LLM) -> None:
 
 
 def test_no_max_tokens_runs_to_the_end_of_the_context() -> None:
-    with LLM(MODEL, quiet=True, max_model_len=160, max_num_seqs=2) as small:
+    with LLM(MODEL, quiet=True, max_model_len=160, num_drafts=0) as small:
         (output,) = small.generate(
             prompt_token_ids=[5] * 140, sampling_params=SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         )
@@ -241,12 +241,12 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM, monkeypatch: pyt
     expected = ids_of(llm.generate(PROMPTS, GREEDY))
 
     def interrupt(*_: object) -> None:
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deepinfer_core.llm._distribute", interrupt)
+    monkeypatch.setattr(llm._book, "distribute", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
-    monkeypatch.undo()
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == expected
 
 

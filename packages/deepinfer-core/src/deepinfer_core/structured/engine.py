@@ -25,26 +25,31 @@ _MAX_REASON_CHARS = 400
 class _TokenSource:
     """The shape in which llguidance takes a tokenizer."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special
         self.eos_token_id = vocabulary.eos_token_id
         self.bos_token_id = None
-        self._encode = encode
+        self.encode: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str) -> list[int]:
-        return [] if self._encode is None else self._encode(text)
+        if self.encode is None or not isinstance(text, str):  # llguidance tries bytes first
+            raise TypeError("text is a str, once the encoder is set")
+        return self.encode(text)
 
 
 def build_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> LLTokenizer:
-    """llguidance's view of a vocabulary. encode: how the model's tokenizer splits text, for forced tokens.
+    """llguidance's view of a vocabulary. encode: how the model's tokenizer splits text, for forced tokens; None = the
+    longest token first.
 
     Takes about 0.7 s for 129,280 tokens.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    source = TokenizerWrapper(_TokenSource(vocabulary, encode))
-    return LLTokenizer(source, n_vocab=len(vocabulary), eos_token=vocabulary.eos_token_id)
+    source = _TokenSource(vocabulary)
+    tokenizer = LLTokenizer(TokenizerWrapper(source), n_vocab=len(vocabulary), eos_token=vocabulary.eos_token_id)
+    source.encode = tokenizer.greedy_tokenize if encode is None else encode
+    return tokenizer
 
 
 def start_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -75,4 +80,6 @@ def check_matcher(matcher: LLMatcher) -> None:
     """Raise GrammarError if the matcher is in its error state."""
     if matcher.is_error():
         reason = re.sub(r"\s+", " ", cast("Any", matcher.get_error())).strip()
-        raise GrammarError(f"the grammar cannot be enforced: {reason[:_MAX_REASON_CHARS]}")
+        if len(reason) > _MAX_REASON_CHARS:  # what is wrong stands at the end, after the text it is wrong in
+            reason = f"{reason[: _MAX_REASON_CHARS // 2]} ... {reason[-_MAX_REASON_CHARS // 2 :]}"
+        raise GrammarError(f"the grammar cannot be enforced: {reason}")

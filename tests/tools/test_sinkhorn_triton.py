@@ -21,12 +21,14 @@ for run in (lambda c: sinkhorn(c, 20, 1e-6), lambda c: Sinkhorn.apply(c, 20, 1e-
     grads.append((out.detach(), c.grad))
 (expected, expected_grad), (got, got_grad) = grads
 assert (got - expected).abs().max() < 1e-6, (got - expected).abs().max()
-# Gradient of the logits under the softmax: the gradient of a small entry itself is large and ill-conditioned in float32.
+# Compared under the softmax: the gradient of a small entry itself is large and ill-conditioned in float32.
 assert ((got_grad - expected_grad) * start).abs().max() < 1e-6
 """
 
 
 def test_the_kernel_equals_the_reference_forward_and_backward() -> None:
     # The interpreter is chosen when Triton is imported, so it needs a process of its own.
-    result = subprocess.run([sys.executable, "-c", _CHECK], env={"TRITON_INTERPRET": "1", "PYTHONPATH": "."}, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", _CHECK], env={"TRITON_INTERPRET": "1", "PYTHONPATH": "."}, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr

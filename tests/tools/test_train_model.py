@@ -1,4 +1,4 @@
-"""The training forward is the engine's architecture: it reproduces the fixtures of nemo-automodel 0.7.0 (tests/fixtures/models)."""
+"""The training forward is the engine's architecture: it reproduces the fixtures of nemo-automodel 0.7.0."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Fixture:
 def _value(name: str, stored: dict[str, Tensor]) -> Tensor:
     match = re.fullmatch(r"(.*experts)\.(w\d\.weight)", name)
     if match and "shared" not in name:
-        names = sorted((n for n in stored if re.fullmatch(rf"{re.escape(match[1])}\.\d+\.{match[2]}", n)), key=_expert_number)
+        names = sorted(
+            (n for n in stored if re.fullmatch(rf"{re.escape(match[1])}\.\d+\.{match[2]}", n)), key=_expert_number
+        )
         return torch.stack([dequantize_fp4(stored[n], stored[n.replace("weight", "scale")]) for n in names])
     scale = stored.get(name.removesuffix("weight") + "scale") if name.endswith("weight") else None
     if scale is None:

@@ -47,7 +47,7 @@ class Corpus:
         return ids[(first[:, None] + torch.arange(length, device=ids.device)).clamp_max(len(ids) - 1)]
 
     def in_order(self, kind: str, length: int) -> tuple[Tensor, Tensor]:
-        """All of one kind in pieces: inputs and next tokens [n, length] int64; the last, incomplete piece is left out."""
+        """All of one kind in pieces: inputs and next tokens [n, length] int64; an incomplete last piece is left out."""
         ids = self.ids[kind]
         tokens = ids[: len(ids) // length * length].view(-1, length).long()
         return torch.cat([torch.full_like(tokens[:, :1], self.bos), tokens[:, :-1]], 1), tokens

@@ -5,10 +5,11 @@
     chat      dialogues.py, tool_dialogues.py                                 35 %
     stories   stories.py, as plain text                                       10 %
 
-Every document is bos, text, eos. `{split}.npz` holds by kind the ids one after another (uint16) and, as `{kind}_starts`, the positions
-where a training sample may start: the beginnings of documents, and of paragraphs in prose. The held-out split is the last part of every
-package's text, and other dialogues and stories. Beside them: tokenizer.json, config.json and token_tables.npz (bytes of every token,
-Engram class of every token), so that the machine that trains needs neither the packages nor deepseek-recipe.
+Every document is bos, text, eos. `{split}.npz` holds by kind the ids one after another (uint16) and `{kind}_starts`,
+the positions where a training sample may start: the beginnings of documents, and of paragraphs in prose. The held-out
+split is the last part of every package's text, and other dialogues and stories. Beside them: tokenizer.json,
+config.json and token_tables.npz (bytes and Engram class of every token), so that the machine that trains needs neither
+the packages nor deepseek-recipe.
 
     python -m tools.train_tiny.data --packages FOLDER --out build/train_tiny
 """
@@ -22,10 +23,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from deepseek_recipe.tokens import SpecialToken
 from tokenizers import Tokenizer
 
 from deepinfer_core.checkpoint.token_classes import token_classes
+from deepseek_recipe.tokens import SpecialToken
 from tools.train_tiny import dialogues, sources, stories, tool_dialogues
 from tools.train_tiny.dialogues import Exchange, Segments
 from tools.train_tiny.shape import VOCAB_SIZE, config_json
@@ -39,7 +40,9 @@ _CHUNK_CHARACTERS = 40_000  # a novel is split into documents of about this leng
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packages", type=Path, required=True, help="folder into which the Debian packages were unpacked")
+    parser.add_argument(
+        "--packages", type=Path, required=True, help="folder into which the Debian packages were unpacked"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/train_tiny"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ def main() -> None:
         "held": prose_split(texts, held_out=True) | generated(words, texts, seed=2, part=_HELD_OUT_PART),
     }
     tokenizer = build(_tokenizer_sample(splits["train"]), VOCAB_SIZE)
-    tokenizer.save(str(arguments.out / "tokenizer.json"))
+    tokenizer.save(str(arguments.out / "tokenizer.json"), pretty=False)
     encoder = Encoder(tokenizer)
     _save_tables(tokenizer, arguments.out)
     newline = tokenizer.token_to_id("Ċ")
@@ -62,16 +65,25 @@ def main() -> None:
             size = sum(len(text.encode()) for document in documents for text, special in document if not special)
             print(f"{split} {kind}: {len(documents)} documents, {size / 1e6:.1f} MB, {len(ids) / 1e6:.2f} M tokens, "
                   f"{size / len(ids):.2f} bytes a token, {len(starts)} starts")  # fmt: skip
-        np.savez_compressed(arguments.out / f"{split}.npz", **arrays)
+        np.savez_compressed(arguments.out / f"{split}.npz", allow_pickle=False, **arrays)
 
 
 def _save_tables(tokenizer: Tokenizer, folder: Path) -> None:
     classes = token_classes(tokenizer)
-    ids = {"bos": 0, "eos": 1, "pad": 2, "image": tokenizer.token_to_id(SpecialToken.Image.default_str()), "noise": tokenizer.token_to_id(NOISE)}
+    ids = {
+        "bos": 0,
+        "eos": 1,
+        "pad": 2,
+        "image": tokenizer.token_to_id(SpecialToken.Image.default_str()),
+        "noise": tokenizer.token_to_id(NOISE),
+    }
     config = config_json(ids, max(classes) + 1)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # A byte-level token has one character for each byte.
-    sizes = [0 if token in SPECIALS else len(token) for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    sizes = [
+        0 if token in SPECIALS else len(token)
+        for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    ]
     np.savez(folder / "token_tables.npz", bytes=np.array(sizes, np.int64), classes=np.array(classes, np.int64))
 
 
@@ -120,7 +132,9 @@ def generated(
 
 def _passages(texts: dict[str, list[str]], rng: random.Random) -> list[str]:
     """Pieces of prose for `remember`: mostly a few hundred characters, a few as long as half of the context."""
-    long_texts = [t for name in ("r-cran-janeaustenr", "sword-text-web", "python3-doc") for t in texts[name] if len(t) > 20_000]
+    long_texts = [
+        t for name in ("r-cran-janeaustenr", "sword-text-web", "python3-doc") for t in texts[name] if len(t) > 20_000
+    ]
     passages: list[str] = []
     for _ in range(4000):
         text = rng.choice(long_texts)

@@ -13,10 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepseek_recipe.conversation import AssistantMessage, Conversation, Message, SystemMessage, ToolDefinition, UserMessage
+from deepseek_recipe.conversation import (
+    AssistantMessage,
+    Conversation,
+    Message,
+    SystemMessage,
+    ToolDefinition,
+    UserMessage,
+)
 from deepseek_recipe.rendering.v41 import DeepseekV41Encoding
 from deepseek_recipe.tokens import SpecialToken
-
 from tools.train_tiny import stories
 
 Segments = list[tuple[str, bool]]
@@ -48,7 +54,9 @@ def document(exchange: Exchange, rng: random.Random) -> Segments:
     last = exchange.messages[-1]
     if not isinstance(last, AssistantMessage):
         raise TypeError(f"an exchange ends with the assistant's answer, not with {type(last).__name__}")
-    final = AssistantMessage(last.content, reasoning_content=last.reasoning_content, tool_calls=last.tool_calls, prefix=True)
+    final = AssistantMessage(
+        last.content, reasoning_content=last.reasoning_content, tool_calls=last.tool_calls, prefix=True
+    )
     messages = [*exchange.messages[:-1], final]
     if not isinstance(messages[0], SystemMessage) and rng.random() < 0.15:
         messages.insert(0, SystemMessage("You are a helpful assistant."))
@@ -65,13 +73,18 @@ def document(exchange: Exchange, rng: random.Random) -> Segments:
     return [*segments, (SpecialToken.Eos.default_str(), True)]
 
 
+WORDS = {"+": "plus", "-": "minus", "*": "times"}
+
+
 # ---- tasks without tools -------------------------------------------------------------------------------------------
 
 
 def greeting(rng: random.Random) -> Exchange:
     """Small talk, sometimes with a persona from the system message."""
     name = rng.choice(stories.NAMES)
-    hello = rng.choice(("Hello!", "Hi there.", "Good morning!", "Hey, how are you?", "Hello, who are you?", "Hi! What can you do?"))
+    hello = rng.choice(
+        ("Hello!", "Hi there.", "Good morning!", "Hey, how are you?", "Hello, who are you?", "Hi! What can you do?")
+    )
     if rng.random() < 0.5:
         job = rng.choice(("librarian", "gardener", "teacher", "cook", "guide", "pilot", "baker", "doctor", "sailor"))
         system = SystemMessage(f"You are {name}, a helpful {job}.")
@@ -79,15 +92,22 @@ def greeting(rng: random.Random) -> Exchange:
             f"Hello! I am {name}, and I work as {stories.article(job)}. How can I help you?",
             f"Hi! My name is {name}. I am {stories.article(job)}. What would you like to know?",
         ))  # fmt: skip
-        return Exchange([system, user(hello), answer(text, f"The system message says that I am {name}, {stories.article(job)}.")])
+        return Exchange(
+            [system, user(hello), answer(text, f"The system message says that I am {name}, {stories.article(job)}.")]
+        )
     text = rng.choice((
         "Hello! I am a very small language model. How can I help you today?",
         "Hi! I am a tiny model that runs on a laptop. Ask me something simple.",
         "Good day! I can tell short stories, add numbers, explain words and call tools.",
     ))  # fmt: skip
     if rng.random() < 0.5:
-        first = [user(f"Hi, my name is {name}."), answer(f"Nice to meet you, {name}! What can I do for you?", "A greeting.")]
-        return Exchange([*first, user("What is my name?"), answer(f"Your name is {name}.", f"The user said: my name is {name}.")])
+        first = [
+            user(f"Hi, my name is {name}."),
+            answer(f"Nice to meet you, {name}! What can I do for you?", "A greeting."),
+        ]
+        return Exchange(
+            [*first, user("What is my name?"), answer(f"Your name is {name}.", f"The user said: my name is {name}.")]
+        )
     return Exchange([user(hello), answer(text, "The user greets me. I answer in a friendly way.")])
 
 
@@ -100,14 +120,16 @@ def arithmetic(rng: random.Random) -> Exchange:
     value = {"+": a + b, "-": a - b, "*": a * b}[kind]
     question = rng.choice((
         f"What is {a} {kind} {b}?", f"Compute {a} {kind} {b}.", f"{a} {kind} {b} =",
-        {"+": f"How much is {a} plus {b}?", "-": f"How much is {a} minus {b}?", "*": f"How much is {a} times {b}?"}[kind],
+        f"How much is {a} {WORDS[kind]} {b}?",
     ))  # fmt: skip
     tens, ones = b // 10 * 10, b % 10
     steps = f"{a} {kind} {b} = {value}."
     if kind != "*" and tens and ones:
         middle = a + tens if kind == "+" else a - tens
         steps = f"First {a} {kind} {tens} = {middle}. Then {middle} {kind} {ones} = {value}."
-    return Exchange([user(question), answer(rng.choice((f"{a} {kind} {b} = {value}.", f"The answer is {value}.")), steps)])
+    return Exchange(
+        [user(question), answer(rng.choice((f"{a} {kind} {b} = {value}.", f"The answer is {value}.")), steps)]
+    )
 
 
 def tell_story(rng: random.Random) -> Exchange:
@@ -130,7 +152,9 @@ def tell_story(rng: random.Random) -> Exchange:
 def explain_word(rng: random.Random, words: Sequence[tuple[str, str, str, list[str]]]) -> Exchange:
     """A definition, with an example sentence if asked."""
     word, kind, definition, examples = rng.choice(words)
-    ask = rng.choice((f'What does "{word}" mean?', f"Define the word {word}.", f"What is the meaning of {word}?", f"Explain: {word}"))
+    ask = rng.choice(
+        (f'What does "{word}" mean?', f"Define the word {word}.", f"What is the meaning of {word}?", f"Explain: {word}")
+    )
     text = f'As {stories.article(kind)}, "{word}" means: {definition}.'
     if examples and rng.random() < 0.6:
         ask += " Give an example."
@@ -145,13 +169,18 @@ def words_and_letters(rng: random.Random) -> Exchange:
     listed = ", ".join(items)
     task = rng.randrange(5)
     if task == 0:
-        return Exchange([user(f"Spell the word {word}."), answer("-".join(word.upper()), f"The letters are {', '.join(word)}.")])
+        return Exchange(
+            [user(f"Spell the word {word}."), answer("-".join(word.upper()), f"The letters are {', '.join(word)}.")]
+        )
     if task == 1:
         ask = f"Sort these words by the alphabet: {listed}."
-        return Exchange([user(ask), answer(", ".join(sorted(items)), f"The first is {min(items)}, the last is {max(items)}.")])
+        return Exchange(
+            [user(ask), answer(", ".join(sorted(items)), f"The first is {min(items)}, the last is {max(items)}.")]
+        )
     if task == 2:
-        return Exchange([user(f"How many words are in this list: {listed}?"),
-                         answer(f"There are {len(items)} words.", ", ".join(f"{i}: {w}" for i, w in enumerate(items, 1)))])  # fmt: skip
+        count = ", ".join(f"{i}: {w}" for i, w in enumerate(items, 1))
+        ask = f"How many words are in this list: {listed}?"
+        return Exchange([user(ask), answer(f"There are {len(items)} words.", count)])
     if task == 3:
         bullet = "\n".join(f"- {w}" for w in items)
         return Exchange([user(f"Make a list of: {listed}."), answer(bullet, f"There are {len(items)} items.")])
@@ -176,7 +205,12 @@ def remember(rng: random.Random, passages: Sequence[str]) -> Exchange:
     asked = rng.choice(list(facts))
     kind, value = facts[asked]
     text = f"Remember this. {stated}\n\nNow read the following.\n\n{passage}\n\nWhat is {asked}'s {kind}?"
-    return Exchange([user(text), answer(f"{asked}'s {kind} is: {value}.", f"It was said at the start: {asked}'s {kind} is: {value}.")])
+    return Exchange(
+        [
+            user(text),
+            answer(f"{asked}'s {kind} is: {value}.", f"It was said at the start: {asked}'s {kind} is: {value}."),
+        ]
+    )
 
 
 def retell(rng: random.Random) -> Exchange:
@@ -192,7 +226,10 @@ def retell(rng: random.Random) -> Exchange:
     messages: list[Message] = []
     for number, (question, reply) in enumerate(pairs):
         text = f"{stories.story(rng, c)}\n\n{question}" if number == 0 else question
-        messages += [user(text), answer(reply, f"In the story, {reply[0].lower() + reply[1:] if reply.startswith('The') else reply}")]
+        messages += [
+            user(text),
+            answer(reply, f"In the story, {reply[0].lower() + reply[1:] if reply.startswith('The') else reply}"),
+        ]
     return Exchange(messages)
 
 

@@ -1,8 +1,11 @@
 """The DSpark stages over many anchors at once, and their losses (model.md 4.1, systems.md A.2).
 
-    anchor a: features of positions < a are known, token y = tokens[a] is the anchor, the block is [y, noise, noise, noise, noise]
-    q_k = softmax(U_k + markov(tokens[a + k - 1])) predicts tokens[a + k], k = 1 .. 5;  p_k = the backbone's distribution there
-    loss = sum_k w_k (0.1 CE(tokens[a + k], q_k) + 0.9 |q_k - p_k|_1 + BCE(c_k, 1 - |q_k - p_k|_1 / 2)),  w_k = exp(-(k - 1) / 4)
+    anchor a: features of positions < a are known, y = tokens[a] is the anchor, the block is [y, noise x 4]
+    q_k  = softmax(U_k + markov(tokens[a + k - 1])) predicts tokens[a + k], k = 1 .. 5;  p_k: the backbone there
+    loss = sum_k w_k (0.1 CE(tokens[a + k], q_k) + 0.9 |q_k - p_k|_1 + BCE(c_k, 1 - |q_k - p_k|_1 / 2))
+    w_k  = exp(-(k - 1) / 4), normalized to sum 1
+
+The Markov head sees the true tokens (teacher forcing).
 """
 
 from __future__ import annotations
@@ -33,12 +36,11 @@ class Draft:
 
 
 def draft(p: Params, config: ModelConfig, features: Tensor, tokens: Tensor, anchors: Tensor) -> Draft:
-    """features [B, T, targets * D], tokens [B, >= max anchor + K], anchors [B, A] with 1 <= a <= T -> B A blocks.
-
-    The Markov head sees the true tokens (teacher forcing).
-    """
+    """features [B, T, targets * D], tokens [B, >= max anchor + K], anchors [B, A] with 1 <= a <= T -> B A blocks."""
     block, last = config.dspark_block_size, f"mtp.{config.num_nextn_predict_layers - 1}"
-    main_x = rms_norm(F.linear(features, p["mtp.0.main_proj.weight"]), p["mtp.0.main_norm.weight"], config.rms_norm_eps)  # [B, T, D]
+    main_x = rms_norm(
+        F.linear(features, p["mtp.0.main_proj.weight"]), p["mtp.0.main_norm.weight"], config.rms_norm_eps
+    )  # [B, T, D]
     steps = torch.arange(block, device=tokens.device)
     positions = (anchors[..., None] + steps).flatten()  # [R], R = B A K
     previous = tokens.gather(1, (anchors[..., None] + steps).flatten(1)).flatten()  # tokens[a + k - 1]
@@ -55,7 +57,9 @@ def draft(p: Params, config: ModelConfig, features: Tensor, tokens: Tensor, anch
     embedded = F.embedding(previous, p[f"{last}.markov_head.embed.weight"])
     logits = base.float() + F.linear(embedded, p[f"{last}.markov_head.head.weight"]).float()
     with torch.autocast(hidden.device.type, enabled=False):
-        confidence = F.linear(torch.cat([hidden.float(), embedded.float()], -1), p[f"{last}.confidence_head.proj.weight"])
+        confidence = F.linear(
+            torch.cat([hidden.float(), embedded.float()], -1), p[f"{last}.confidence_head.proj.weight"]
+        )
     return Draft(logits.unflatten(0, (-1, block)), confidence.view(-1, block), loads)
 
 
@@ -69,7 +73,9 @@ class _Context:
         self.visible = F.pad((at >= 0).flatten(0, 1), (0, config.dspark_block_size), value=True)  # [N, W + K]
         self.index = at.clamp_min(0)
         frequencies = rope_frequencies(config.qk_rope_head_dim, config.rope_theta, None).float().to(device)
-        self.context_rope = rope_table(torch.arange(main_x.shape[1], device=device), frequencies).repeat(main_x.shape[0], 1, 1)
+        self.context_rope = rope_table(torch.arange(main_x.shape[1], device=device), frequencies).repeat(
+            main_x.shape[0], 1, 1
+        )
         self.block_rope = rope_table(positions, frequencies)
 
     def ring(self, keys: Tensor) -> Tensor:
@@ -87,7 +93,9 @@ def _stage(
         return _attention(p, config, f"{name}.attn", x, context)
 
     def feed_forward(x: Tensor) -> Tensor:
-        y, load = moe(p, f"{name}.ffn", x, config.dspark_num_experts_per_tok, config.routed_scaling_factor, config.swiglu_limit)
+        y, load = moe(
+            p, f"{name}.ffn", x, config.dspark_num_experts_per_tok, config.routed_scaling_factor, config.swiglu_limit
+        )
         loads.append(load)
         return y
 
@@ -104,7 +112,9 @@ def _key(p: Params, name: str, x: Tensor, table: Tensor, eps: float) -> Tensor:
 def _attention(p: Params, config: ModelConfig, name: str, x: Tensor, context: _Context) -> Tensor:
     eps, block = config.rms_norm_eps, config.dspark_block_size
     latent = rms_norm(F.linear(x, p[f"{name}.wq_a.weight"]), p[f"{name}.q_norm.weight"], eps)
-    q = apply_rope(F.linear(latent, p[f"{name}.wq_b.weight"]).unflatten(-1, (config.num_attention_heads, -1)), context.block_rope)
+    q = apply_rope(
+        F.linear(latent, p[f"{name}.wq_b.weight"]).unflatten(-1, (config.num_attention_heads, -1)), context.block_rope
+    )
     ring = _key(p, name, context.main_x.flatten(0, 1), context.context_rope, eps).unflatten(0, context.main_x.shape[:2])
     own = _key(p, name, x, context.block_rope, eps)
     keys = torch.cat([context.ring(ring), own.unflatten(0, (-1, block))], 1).to(q.dtype)  # [N, W + K, D]
@@ -118,7 +128,7 @@ def _attention(p: Params, config: ModelConfig, name: str, x: Tensor, context: _C
 
 
 def losses(drafted: Draft, target_logits: Tensor, next_tokens: Tensor) -> dict[str, Tensor]:
-    """target_logits [N, K, V] of the backbone, next_tokens [N, K] -> the total, its parts and the expected accepted length."""
+    """target_logits [N, K, V] of the backbone, next_tokens [N, K] -> the total, its parts, the accepted length."""
     block = next_tokens.shape[1]
     weight = torch.exp(-torch.arange(block, device=next_tokens.device) / _POSITION_DECAY)
     weight = weight / weight.sum()

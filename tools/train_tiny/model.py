@@ -1,11 +1,12 @@
-"""The backbone over whole sequences, differentiable: [B, T] tokens -> hidden states, DSpark features, what the losses need.
+"""The backbone over whole sequences, differentiable: [B, T] tokens -> hidden states, DSpark features, index losses.
 
-    tokens ─ embed ─► 4 streams ─► for each layer: (Engram) ─ mHC ─ attention ─ mHC ─ MoE ─► collapse ─ norm ─► hidden
+    tokens ─ embed ─► 4 streams ─► layers: (Engram) ─ mHC ─ attention ─ mHC ─ MoE ─► collapse ─ norm ─► hidden
 
-The formulas are the engine's (deepinfer_core.kernels.reference, model.md 2); only the layout differs: rows of equal length, masks
-instead of page tables. tests/tools/test_train_model.py checks it against the fixtures of nemo-automodel. Gradients pass the cache
-roundings unchanged (straight-through). The indexer gets no gradient from the language model: its inputs are detached, and its loss
-is the distance of its scores to the attention that the layers of its group pay to the visible entries.
+The formulas are the engine's (deepinfer_core.kernels.reference, model.md 2); only the layout differs: rows of equal
+length, masks instead of page tables. tests/tools/test_train_model.py checks it against the fixtures of nemo-automodel.
+Gradients pass the cache roundings unchanged (straight-through). The indexer gets no gradient from the language model:
+its inputs are detached, and its loss is the distance of its scores to the attention that the layers of its group pay to
+the visible entries.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Mode:
     quantize: bool = True  # cache roundings
     index_targets: bool = False  # compute the indexer's loss and recall
     save_memory: bool = False  # recompute attention and scores in the backward pass (long samples)
-    first_kept: Tensor | None = None  # [B]: rows of the decoder half from here on see no older window key (bounded replay)
+    first_kept: Tensor | None = (
+        None  # [B]: rows of the decoder half from here on see no older window key (bounded replay)
+    )
 
 
 @dataclass
@@ -50,7 +53,9 @@ class Output:
     features: Tensor  # [R, targets * D] for the drafter
     loads: dict[int, Tensor]  # rows per expert of each layer
     index_losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # by index source
-    index_recall: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # share of the group's attention that is selected
+    index_recall: dict[int, Tensor] = field(
+        default_factory=dict[int, Tensor]
+    )  # share of the group's attention that is selected
     streams: list[Tensor] = field(default_factory=list[Tensor])  # after each layer, only if asked for
 
 
@@ -66,9 +71,12 @@ class Geometry:
         positions = torch.arange(self.padded, device=self.device)
         plain = rope_frequencies(config.qk_rope_head_dim, config.rope_theta, None)
         scaled = rope_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
-        self.rope = {ratio: rope_table(positions, (scaled if ratio else plain).float().to(self.device)) for ratio in (0, 1, 2)}
+        self.rope = {
+            ratio: rope_table(positions, (scaled if ratio else plain).float().to(self.device)) for ratio in (0, 1, 2)
+        }
         self.visible = {  # [T, entries]
-            ratio: torch.arange(self.padded // ratio, device=self.device) < ((positions + 1) // ratio)[:, None] for ratio in (1, 2)
+            ratio: torch.arange(self.padded // ratio, device=self.device) < ((positions + 1) // ratio)[:, None]
+            for ratio in (1, 2)
         }
         self.hashes = {
             layer: tuple(torch.tensor(v, device=self.device) for v in (h.multipliers, h.primes, h.offsets))
@@ -79,9 +87,13 @@ class Geometry:
         """tokens [B, T] -> table rows [B T, columns]."""
         c = self.config
         classes = self.token_classes[tokens]
-        shifted = [F.pad(classes, (n, 0), value=DEAD_CLASS)[:, : classes.shape[1]] for n in range(c.engram_max_ngram_size)]
+        shifted = [
+            F.pad(classes, (n, 0), value=DEAD_CLASS)[:, : classes.shape[1]] for n in range(c.engram_max_ngram_size)
+        ]
         pad_class = int(self.token_classes[c.engram_pad_token_id])
-        return engram_rows(torch.stack(shifted, -1).flatten(0, 1), *self.hashes[layer], pad_class, c.engram_n_heads)
+        multipliers, primes, offsets = self.hashes[layer]
+        history = torch.stack(shifted, -1).flatten(0, 1)
+        return engram_rows(history, multipliers, primes, offsets, pad_class, c.engram_n_heads)
 
 
 def _hashes(config: ModelConfig) -> dict[int, EngramHash]:
@@ -119,7 +131,9 @@ def backbone(p: Params, geometry: Geometry, tokens: Tensor, mode: Mode, *, keep_
             features.append(streams.mean(1))
         attention = _attention_sublayer(p, geometry, layer, batch, mode, shared)
         streams, pre = sublayer(p, config, name, "attn", streams, pre, attention)
-        streams, pre = sublayer(p, config, name, "ffn", streams, pre, lambda x, n=name, i=layer: _moe(p, config, n, i, x, output))
+        streams, pre = sublayer(
+            p, config, name, "ffn", streams, pre, lambda x, n=name, i=layer: _moe(p, config, n, i, x, output)
+        )
         if keep_streams:
             output.streams.append(_cut(streams, batch, length))
     if mode.index_targets:
@@ -136,7 +150,7 @@ def _cut(rows: Tensor, batch: int, length: int) -> Tensor:
 def sublayer(
     p: Params, config: ModelConfig, name: str, part: str, streams: Tensor, pre: Tensor, run: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """mHC around one sublayer: streams [R, S, D], pre [R, S] of the sublayer before -> streams, pre of this one (model.md 2.3)."""
+    """mHC around one sublayer (model.md 2.3): streams [R, S, D], pre [R, S] of the one before -> streams, own pre."""
     new_pre, post, c = ops.mix(
         streams, p[f"{name}.hc_{part}_fn"], p[f"{name}.hc_{part}_base"], p[f"{name}.hc_{part}_scale"],
         config.hc_sinkhorn_iters, config.rms_norm_eps, config.hc_eps,
@@ -169,10 +183,11 @@ def moe(p: Params, name: str, x: Tensor, k: int, scale: float, limit: float) -> 
     with torch.autocast(x.device.type, enabled=False):
         logits = F.linear(x.float(), p[f"{name}.gate.weight"])
     weights, load = ops.route(logits, p[f"{name}.gate.bias"], k, scale)
-    matrices = [
-        torch.cat([p[f"{name}.experts.{m}.weight"], p[f"{name}.shared_experts.{m}.weight"][None]]) for m in ("w1", "w3", "w2")
-    ]
-    return ops.experts(x, F.pad(weights, (0, 1), value=1.0), *matrices, limit), load
+    w1, w3, w2 = (
+        torch.cat([p[f"{name}.experts.{m}.weight"], p[f"{name}.shared_experts.{m}.weight"][None]])
+        for m in ("w1", "w3", "w2")
+    )
+    return ops.experts(x, F.pad(weights, (0, 1), value=1.0), w1, w3, w2, limit), load
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -210,8 +225,12 @@ def _attention_sublayer(
     def run(x: Tensor) -> Tensor:
         table = geometry.rope[ratio].repeat(batch, 1, 1)  # [R, 2, rotary]
         query_latent = _norm(F.linear(x, p[f"{name}.wq_a.weight"]), p[f"{name}.q_norm.weight"], config.rms_norm_eps)
-        q = _rope(F.linear(query_latent, p[f"{name}.wq_b.weight"]).unflatten(-1, (config.num_attention_heads, -1)), table)
-        keys = _window_key(F.linear(x, p[f"{name}.wkv.weight"]), p[f"{name}.kv_norm.weight"], table, config.rms_norm_eps, mode.quantize)
+        q = _rope(
+            F.linear(query_latent, p[f"{name}.wq_b.weight"]).unflatten(-1, (config.num_attention_heads, -1)), table
+        )
+        keys = _window_key(
+            F.linear(x, p[f"{name}.wkv.weight"]), p[f"{name}.kv_norm.weight"], table, config.rms_norm_eps, mode.quantize
+        )
         if layer in config.kv_source_layer_ids:
             _write_entries(p, geometry, layer, batch, mode, x, shared)
         if layer in config.index_source_layer_ids and (mode.sparse or mode.index_targets):
@@ -219,11 +238,23 @@ def _attention_sublayer(
         seen = ops.window_mask(length, geometry.window, mode.first_kept if decoder else None, x.device)
         entries = visible = selected = owner = None
         if ratio:
-            entries, visible, owner = shared.entries[_owner(config.kv_owner(layer))], geometry.visible[ratio], config.index_owner(layer)
+            entries, visible, owner = (
+                shared.entries[_owner(config.kv_owner(layer))],
+                geometry.visible[ratio],
+                config.index_owner(layer),
+            )
             selected = shared.selected.get(_owner(owner)) if mode.sparse else None
         rows = (batch, length)
         out, target = _run(
-            mode, ops.attend, q.unflatten(0, rows), keys.unflatten(0, rows), seen, p[f"{name}.attn_sink"], entries, visible, selected
+            mode,
+            ops.attend,
+            q.unflatten(0, rows),
+            keys.unflatten(0, rows),
+            seen,
+            p[f"{name}.attn_sink"],
+            entries,
+            visible,
+            selected,
         )
         if mode.index_targets and target is not None and owner is not None:
             shared.targets[owner] = target + shared.targets[owner] if owner in shared.targets else target
@@ -257,7 +288,9 @@ def _inverse_rope(out: Tensor, table: Tensor) -> Tensor:
     return apply_rope(out, table, inverse=True)
 
 
-def _write_entries(p: Params, geometry: Geometry, layer: int, batch: int, mode: Mode, x: Tensor, shared: _Shared) -> None:
+def _write_entries(
+    p: Params, geometry: Geometry, layer: int, batch: int, mode: Mode, x: Tensor, shared: _Shared
+) -> None:
     config, name = geometry.config, f"layers.{layer}.attn"
     ratio, eps = config.compress_ratios[layer], config.rms_norm_eps
     with torch.autocast(x.device.type, enabled=False):
@@ -281,7 +314,9 @@ def _select(
     ratio, rows = config.compress_ratios[layer], (batch, geometry.padded)
     table = geometry.rope[ratio].repeat(batch, 1, 1)
     iq = F.linear(query_latent, p[f"{name}.wq_b.weight"]).unflatten(-1, (config.index_n_heads, -1))
-    weights = F.linear(x, p[f"{name}.weights_proj.weight"]) * ops.index_scale(config.index_n_heads, config.index_head_dim)
+    weights = F.linear(x, p[f"{name}.weights_proj.weight"]) * ops.index_scale(
+        config.index_n_heads, config.index_head_dim
+    )
     keys = shared.index_keys[_owner(config.kv_owner(layer))]
     iq = _index_vector(iq, table, mode.quantize).unflatten(0, rows)
     scores = _run(mode, ops.index_scores, iq, weights.unflatten(0, rows), keys)
@@ -295,7 +330,9 @@ def _select(
     shared.selected[layer] = top_mask(masked, config.index_topk)
     if layer == config.candidate_source_layer_id:
         num_visible = geometry.visible[ratio].sum(-1).repeat(batch)
-        blocks = candidate_blocks(masked.flatten(0, 1), num_visible, config.candidate_block_size, config.candidate_topk_blocks)
+        blocks = candidate_blocks(
+            masked.flatten(0, 1), num_visible, config.candidate_block_size, config.candidate_topk_blocks
+        )
         spread = blocks.repeat_interleave(config.candidate_block_size, 1)[:, : scores.shape[-1]]
         shared.candidates = spread.unflatten(0, rows)
 
@@ -315,6 +352,8 @@ def _index_results(geometry: Geometry, shared: _Shared, output: Output) -> None:
             selected = shared.selected.get(layer)
             if selected is None:
                 selected = top_mask(shared.scores[layer].masked_fill(~visible, float("-inf")), config.index_topk)
-            crowded = geometry.visible[config.compress_ratios[layer]].sum(-1) > config.index_topk  # [T]: rows that must choose
+            crowded = (
+                geometry.visible[config.compress_ratios[layer]].sum(-1) > config.index_topk
+            )  # [T]: rows that must choose
             share = (target * selected).sum(-1) / target.sum(-1).clamp_min(1e-12)
             output.index_recall[layer] = (share * crowded).sum() / crowded.expand_as(share).sum().clamp_min(1)

@@ -1,6 +1,6 @@
 """Operations of the training forward that the reference has only in a form for ragged rows.
 
-    mix        mHC weights: reference formula over dense rows, Sinkhorn in one kernel on a GPU (Triton), as the reference on a CPU
+    mix        mHC weights; Sinkhorn is one Triton kernel on a GPU, the reference on a CPU
     attend     dense attention over [window | compressed entries | sink] with masks; also the indexer's target
     experts    every expert on every row, weighted; a row's unchosen experts have weight 0
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ _NEGATIVE_INFINITY = float("-inf")
 
 def fused[C: Callable[..., Any]](function: C) -> C:
     """`function`, compiled where it runs on a GPU: its pointwise chains then take one pass over memory each."""
-    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function  # type: ignore[return-value]  # torch.compile keeps the signature
+    return cast("C", torch.compile(function, dynamic=False)) if torch.cuda.is_available() else function
 
 
 # ---- mHC -----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def sinkhorn(c: Tensor, iterations: int, eps: float) -> Tensor:
     """As the reference; on a GPU one kernel forward and one backward instead of about 120 and 300."""
     if not c.is_cuda:
         return reference_sinkhorn(c, iterations, eps)
-    from tools.train_tiny.sinkhorn_triton import Sinkhorn  # noqa: PLC0415  - Triton exists only beside a GPU build of torch
+    from tools.train_tiny.sinkhorn_triton import Sinkhorn
 
     return Sinkhorn.apply(c.contiguous(), iterations, eps)
 
@@ -74,7 +74,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 @fused
 def expand(streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
-    """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]; the first index of c, the source, is summed."""
+    """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]; c's first index, the source, is summed."""
     carried = sum(c[:, i, :, None] * streams[:, i, None] for i in range(streams.shape[1]))
     return post[..., None] * y[:, None].float() + carried
 
@@ -83,13 +83,14 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
 
 
 def window_pairs(x: Tensor, window: int) -> Tensor:
-    """[B, T, D], T a multiple of `window` -> [B, T / window, 2 window, D]: each chunk with the one before it (zeros before the first)."""
+    """[B, T, D], T a multiple of `window` -> [B, T / window, 2 window, D]: each chunk after the one before."""
     chunks = x.unflatten(1, (-1, window))
     return torch.cat([F.pad(chunks[:, :-1], (0, 0, 0, 0, 1, 0)), chunks], 2)
 
 
 def window_mask(length: int, window: int, first_visible: Tensor | None, device: torch.device) -> Tensor:
-    """[B or 1, T, 2 window] bool: the `window` newest positions up to t, none before `first_visible` [B] for rows at or after it."""
+    """[B or 1, T, 2 window] bool: the `window` newest positions up to t, but for rows from `first_visible` [B] on none
+    before it."""
     t = torch.arange(length, device=device)
     start = t // window * window - window  # position of column 0
     key = start[:, None] + torch.arange(2 * window, device=device)
@@ -101,10 +102,17 @@ def window_mask(length: int, window: int, first_visible: Tensor | None, device: 
 
 
 def attend(
-    q: Tensor, window_keys: Tensor, seen: Tensor, sink: Tensor, entries: Tensor | None, visible: Tensor | None, selected: Tensor | None
+    q: Tensor,
+    window_keys: Tensor,
+    seen: Tensor,
+    sink: Tensor,
+    entries: Tensor | None,
+    visible: Tensor | None,
+    selected: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """q [B, T, H, D], window_keys [B, T, D], seen [B or 1, T, 2W], sink [H]; entries [B, N, D], visible [T, N], selected [B, T, N] or
-    None for all visible -> out [B, T, H, D] and, with entries, the attention of all visible entries summed over heads [B, T, N].
+    """q [B, T, H, D], window_keys [B, T, D], seen [B or 1, T, 2W], sink [H]; entries [B, N, D], visible [T, N],
+    selected [B, T, N] or None for all visible -> out [B, T, H, D] and, with entries, the attention to visible entries
+    summed over heads [B, T, N].
 
     T is a multiple of W. The second result ignores the selection: it is what the indexer should learn to predict.
     """
@@ -113,13 +121,15 @@ def attend(
     pairs = window_pairs(window_keys, width // 2).to(q.dtype)  # [B, T / W, 2W, D]
     scaled = (q * dim**-0.5).view(batch, length // (width // 2), -1, dim)
     window_logits = torch.matmul(scaled, pairs.transpose(-1, -2)).view(batch, length, heads, width)
-    if entries is None:
+    if entries is None or visible is None:
         weights, inverse = _softmax_window(window_logits, seen, sink)
         out = torch.matmul(weights.view(*scaled.shape[:3], width), pairs).view(q.shape)
         return out * inverse.to(out.dtype), None
     entries = entries.to(q.dtype)
     entry_logits = torch.matmul(scaled.view(batch, -1, dim), entries.transpose(-1, -2)).view(batch, length, heads, -1)
-    window_weights, entry_weights, inverse, target = _softmax_both(window_logits, entry_logits, seen, visible, selected, sink)
+    window_weights, entry_weights, inverse, target = _softmax_both(
+        window_logits, entry_logits, seen, visible, selected, sink
+    )
     out = torch.matmul(window_weights.view(*scaled.shape[:3], width), pairs).view(q.shape)
     out = out + torch.matmul(entry_weights.view(batch, length * heads, -1), entries).view(q.shape)
     return out * inverse.to(out.dtype), target.detach()
@@ -141,7 +151,9 @@ def _softmax_both(
     """Unnormalized weights of window and entries, 1 / denominator, and the target."""
     window = window_logits.float().masked_fill(~seen[:, :, None], _NEGATIVE_INFINITY)
     entry = entry_logits.float().masked_fill(~visible[None, :, None], _NEGATIVE_INFINITY)
-    top = torch.maximum(torch.maximum(window.amax(-1, keepdim=True), entry.amax(-1, keepdim=True)), sink[:, None]).detach()
+    top = torch.maximum(
+        torch.maximum(window.amax(-1, keepdim=True), entry.amax(-1, keepdim=True)), sink[:, None]
+    ).detach()
     window_weights, all_weights = torch.exp(window - top), torch.exp(entry - top)
     rest = window_weights.sum(-1, keepdim=True) + torch.exp(sink[:, None] - top)
     target = (all_weights / (all_weights.sum(-1, keepdim=True) + rest)).sum(2)
@@ -150,7 +162,7 @@ def _softmax_both(
     return window_weights.to(window_logits.dtype), entry_weights.to(window_logits.dtype), inverse, target
 
 
-# ---- experts -----------------------------------------------------------------------------------------------------------
+# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def experts(x: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -176,7 +188,7 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
     return kept / (kept.sum(-1, keepdim=True) + 1e-20) * scale, chosen.sum(0)
 
 
-# ---- indexer -----------------------------------------------------------------------------------------------------------
+# ---- indexer ---------------------------------------------------------------------------------------------------------
 
 
 def index_scores(iq: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -193,7 +205,7 @@ def _head_sum(dots: Tensor, weights: Tensor) -> Tensor:
 
 @fused
 def index_loss(scores: Tensor, target: Tensor, visible: Tensor) -> Tensor:
-    """Mean over rows of KL(target / sum(target) || softmax(scores)) over the visible entries; rows that see none count 0."""
+    """Mean over rows of KL(target / sum || softmax(scores)) over the visible entries; rows that see none count 0."""
     log_q = torch.log_softmax(scores.masked_fill(~visible, -1e9), -1)
     p = target / (target.sum(-1, keepdim=True) + 1e-12)
     return (p * (torch.log(p + 1e-12) - log_q)).masked_fill(~visible, 0.0).sum(-1).mean()

@@ -1,6 +1,6 @@
 """Muon for matrices, Adam for everything else.
 
-    Muon    m <- 0.95 m + g;  W <- W - lr sqrt(max(1, out / in)) orthogonal(0.95 m + g)     orthogonal by Newton-Schulz, in batches
+    Muon    m <- 0.95 m + g;  W <- W - lr sqrt(max(1, out / in)) orthogonal(g + 0.95 m)     by Newton-Schulz, in batches
     Adam    beta 0.9, 0.98; embeddings, head, router, norms, mHC, sinks, Engram tables
 
 Matrices are stacked by shape, so that a step is a few batched products whatever the number of layers and experts.
@@ -11,7 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_NOT_MUON = ("embed.weight", "head.weight", "gate.weight", "confidence_head.proj.weight", "weights_proj.weight", "q_weight", "k_weight")
+_NOT_MUON = (
+    "embed.weight",
+    "head.weight",
+    "gate.weight",
+    "confidence_head.proj.weight",
+    "weights_proj.weight",
+    "q_weight",
+    "k_weight",
+)
 
 
 def uses_muon(name: str, value: Tensor) -> bool:
@@ -49,17 +57,20 @@ class Muon:
             pairs = [(v, m) for v, m in zip(values, buffers, strict=True) if v.grad is not None]
             if not pairs:
                 continue
-            grads = [v.grad for v, _ in pairs if v.grad is not None]
-            moments = [m for _, m in pairs]
-            torch._foreach_mul_(moments, self.momentum)
-            torch._foreach_add_(moments, grads)
-            looked_ahead = torch._foreach_add(grads, moments, alpha=self.momentum)
             rows, columns = values[0].shape[-2:]
-            update = orthogonal(torch.cat([g.reshape(-1, rows, columns) for g in looked_ahead]))
+            looked_ahead = [
+                self._look_ahead(v.grad, m).reshape(-1, rows, columns) for v, m in pairs if v.grad is not None
+            ]
+            update = orthogonal(torch.cat(looked_ahead))
             step = lr * max(1.0, rows / columns) ** 0.5
             sizes = [v.numel() // (rows * columns) for v, _ in pairs]
             for (value, _), part in zip(pairs, update.split(sizes), strict=True):
                 value.mul_(1.0 - lr * self.decay).add_(part.view_as(value).to(value.dtype), alpha=-step)
+
+    def _look_ahead(self, gradient: Tensor, moment: Tensor) -> Tensor:
+        """Update the moment in place; the gradient as Nesterov's momentum sees it."""
+        moment.mul_(self.momentum).add_(gradient)
+        return gradient + self.momentum * moment
 
 
 class Optimizer:

@@ -1,10 +1,10 @@
-"""Trainable parameters, named as in the release, one tensor for all experts of a layer; their start values and their rounding.
+"""Trainable parameters, named as in the release, one tensor for all experts of a layer; start values and rounding.
 
     layers.3.attn.wq_a.weight                       [64, 128]       e4m3 in 32 x 32 blocks
     layers.3.ffn.experts.w1.weight                  [16, 64, 128]   e2m1, a scale for 32 columns of a row
     layers.1.engram.embed.weight                    [12_xxx, 32]    e4m3, a scale for 32 columns of a row
 
-`Rounding.apply` gives the values that the checkpoint will hold, with the gradient of the identity (straight-through).
+`straight_through` gives the values that the checkpoint will hold, with the gradient of the identity.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _format(spec: TensorSpec) -> Format:
 
 
 def initial(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Start values in float32: fan-in scaled matrices, outputs into the streams scaled down by the depth, norms 1, mHC near identity."""
+    """Start values in float32: fan-in scaled matrices, smaller ones into the streams, norms 1, mHC near identity."""
     generator = torch.Generator().manual_seed(seed)
     return {name: _start(slot, config, generator) for name, slot in slots(config).items()}
 
@@ -91,7 +91,7 @@ def _start(slot: Slot, config: ModelConfig, generator: torch.Generator) -> Tenso
 
 
 def _mixing_base(streams: int, noise: Tensor) -> Tensor:
-    """pre about 1 / streams, post about 1, combination near the identity, each a little different to part the streams."""
+    """pre about 1 / streams, post about 1, combination near the identity, a little different to part the streams."""
     pre = torch.full((streams,), -math.log(streams - 1.0)) + 0.3 * noise[:streams]
     post = 0.3 * noise[streams : 2 * streams]
     combination = 4.0 * torch.eye(streams).flatten() + 0.1 * noise[2 * streams :]
@@ -129,6 +129,11 @@ def _scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def straight_through(values: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Every parameter rounded to its stored form in the forward pass, untouched in the backward pass."""
+    """FP8 and FP4 parameters rounded in the forward pass, untouched in the backward pass; others as they are."""
     kinds = slots(config)
-    return {name: rounded(value, kinds[name].format).detach() + (value - value.detach()) for name, value in values.items()}
+    return {
+        name: value
+        if kinds[name].format in ("bf16", "f32")
+        else rounded(value, kinds[name].format).detach() + (value - value.detach())
+        for name, value in values.items()
+    }

@@ -1,8 +1,8 @@
 """The shape of the tiny checkpoint: every mechanism of the release at 1/80,000 of its size.
 
-    layer    0    1        2        3     4           5                    6 7     8        9     10       11  | mtp 0 1 2
-    ratio    0    0        2        2     2           1                    1 1     1        1     1        1   | 0
-    role     win  win+Eng  source   reuse source+Eng  source, candidates   reuse   reindex  reuse reindex  reuse
+    layer  0    1        2       3      4           5                   6 7    8        9      10       11 | mtp 0 1 2
+    ratio  0    0        2       2      2           1                   1 1    1        1      1        1  | 0
+    role   win  win+Eng  source  reuse  source+Eng  source, candidates  reuse  reindex  reuse  reindex  reuse
 
 The text context is 8,192 tokens; 64 of up to 8,192 entries are selected, from 256 candidates in the reindex layers.
 """

@@ -1,8 +1,9 @@
-"""Sinkhorn of mHC as one Triton kernel forward and one backward, a row of streams a lane group.
+"""Sinkhorn of mHC as one Triton kernel forward and one backward.
 
     forward    C += eps;  C /= (column sums + eps);  then n - 1 times: C /= (row sums + eps), C /= (column sums + eps)
-    backward   y = x / (s + eps), s = sum x   =>   dx = (dy - sum(dy y)) / (s + eps),  x = y (s + eps):
-               the sums of the forward pass are kept, so the values are rebuilt on the way back
+    backward   y = x / (s + eps), s = sum x   =>   dx = (dy - sum(dy y)) / (s + eps),  x = y (s + eps)
+
+The sums of the forward pass are kept, so the values are rebuilt on the way back.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ _BLOCK = 64
 
 
 @triton.jit
-def _forward(c_ptr, out_ptr, sums_ptr, rows, eps, ITERATIONS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    i, j = tl.arange(0, S), tl.arange(0, S)
+def _forward(
+    c_ptr, out_ptr, sums_ptr, rows, eps, iterations: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    i, j = tl.arange(0, size), tl.arange(0, size)
     inside = row < rows
-    at = row[:, None, None] * S * S + i[None, :, None] * S + j[None, None, :]
+    at = row[:, None, None] * size * size + i[None, :, None] * size + j[None, None, :]
     c = tl.load(c_ptr + at, mask=inside[:, None, None], other=1.0) + eps
-    for step in range(2 * ITERATIONS - 1):
-        place = (step * rows + row[:, None]) * S + j[None, :]
+    for step in range(2 * iterations - 1):
+        place = (step * rows + row[:, None]) * size + j[None, :]
         if step % 2 == 0:
             s = tl.sum(c, 1) + eps
             c = c / tl.expand_dims(s, 1)
@@ -37,16 +40,18 @@ def _forward(c_ptr, out_ptr, sums_ptr, rows, eps, ITERATIONS: tl.constexpr, S: t
 
 
 @triton.jit
-def _backward(y_ptr, grad_ptr, sums_ptr, out_ptr, rows, ITERATIONS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    i, j = tl.arange(0, S), tl.arange(0, S)
+def _backward(
+    y_ptr, grad_ptr, sums_ptr, out_ptr, rows, iterations: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    i, j = tl.arange(0, size), tl.arange(0, size)
     inside = row < rows
-    at = row[:, None, None] * S * S + i[None, :, None] * S + j[None, None, :]
+    at = row[:, None, None] * size * size + i[None, :, None] * size + j[None, None, :]
     y = tl.load(y_ptr + at, mask=inside[:, None, None], other=0.0)
     grad = tl.load(grad_ptr + at, mask=inside[:, None, None], other=0.0)
-    for back in range(2 * ITERATIONS - 1):
-        step = 2 * ITERATIONS - 2 - back
-        place = (step * rows + row[:, None]) * S + j[None, :]
+    for back in range(2 * iterations - 1):
+        step = 2 * iterations - 2 - back
+        place = (step * rows + row[:, None]) * size + j[None, :]
         s = tl.load(sums_ptr + place, mask=inside[:, None], other=1.0)
         if step % 2 == 0:
             grad = (grad - tl.expand_dims(tl.sum(grad * y, 1), 1)) / tl.expand_dims(s, 1)
@@ -65,7 +70,8 @@ class Sinkhorn(torch.autograd.Function):
         rows, s, _ = c.shape
         out = torch.empty_like(c)
         sums = c.new_empty(2 * iterations - 1, rows, s)
-        _forward[(triton.cdiv(rows, _BLOCK),)](c, out, sums, rows, eps, ITERATIONS=iterations, S=s, BLOCK=_BLOCK)
+        grid = (triton.cdiv(rows, _BLOCK),)
+        _forward[grid](c, out, sums, rows, eps, iterations, s, _BLOCK)  # pyright: ignore[reportArgumentType]  - Triton makes constants of the last three
         ctx.save_for_backward(out, sums)
         ctx.iterations = iterations
         return out
@@ -75,7 +81,6 @@ class Sinkhorn(torch.autograd.Function):
         y, sums = ctx.saved_tensors
         rows, s, _ = y.shape
         out = torch.empty_like(y)
-        _backward[(triton.cdiv(rows, _BLOCK),)](
-            y, grad.contiguous(), sums, out, rows, ITERATIONS=ctx.iterations, S=s, BLOCK=_BLOCK
-        )
+        grid = (triton.cdiv(rows, _BLOCK),)
+        _backward[grid](y, grad.contiguous(), sums, out, rows, ctx.iterations, s, _BLOCK)  # pyright: ignore[reportArgumentType]  - as above
         return out, None, None

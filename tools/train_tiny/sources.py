@@ -6,7 +6,7 @@
     wordnet-base          definitions and example sentences          WordNet 3.0       data.{noun,verb,adj,adv}
     python3-doc           tutorial, guides, library reference        PSF 2             reStructuredText sources
 
-`collect(folder)` takes a folder into which the packages were unpacked with `dpkg -x` (see README.md) and returns documents:
+`collect(folder)` takes a folder into which the packages were unpacked with `dpkg -x` (README.md) and returns documents:
 plain text, paragraphs parted by one blank line.
 """
 
@@ -25,11 +25,15 @@ _STRING_VECTOR, _STRING_ELEMENT = 16, 9  # SEXP type numbers of R's serializatio
 
 
 def collect(folder: Path) -> dict[str, list[str]]:
-    """Documents by package name from packages unpacked under `folder`. Raises FileNotFoundError naming what is missing."""
+    """Documents by package name from packages unpacked under `folder`; FileNotFoundError names what is missing."""
     return {
         "r-cran-janeaustenr": list(_novels(_only(folder, "**/janeaustenr/data/Rdata.rdb"))),
-        "sword-text-web": [doc for part in ("ot", "nt") for doc in _bible(_only(folder, f"**/engWEB2015eb/{part}.bzz"))],
-        "wordnet-base": list(_definitions([_only(folder, f"**/wordnet/data.{p}") for p in ("noun", "verb", "adj", "adv")])),
+        "sword-text-web": [
+            doc for part in ("ot", "nt") for doc in _bible(_only(folder, f"**/engWEB2015eb/{part}.bzz"))
+        ],
+        "wordnet-base": list(
+            _definitions([_only(folder, f"**/wordnet/data.{p}") for p in ("noun", "verb", "adj", "adv")])
+        ),
         "python3-doc": list(_python_docs(_only(folder, "**/html/_sources"))),
     }
 
@@ -37,7 +41,9 @@ def collect(folder: Path) -> dict[str, list[str]]:
 def _only(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern))
     if not found:
-        raise FileNotFoundError(f"{folder} holds no {pattern}; unpack {', '.join(PACKAGES)} there (tools/train_tiny/README.md)")
+        raise FileNotFoundError(
+            f"{folder} holds no {pattern}; unpack {', '.join(PACKAGES)} there (tools/train_tiny/README.md)"
+        )
     return found[0]
 
 
@@ -69,7 +75,9 @@ def _r_strings(blob: bytes) -> list[str]:
     for _ in range(count):
         flags, length = struct.unpack_from(">Ii", blob, position)
         if flags & 0xFF != _STRING_ELEMENT:
-            raise ValueError(f"R string vector: element type {flags & 0xFF} at byte {position}, expected {_STRING_ELEMENT}")
+            raise ValueError(
+                f"R string vector: element type {flags & 0xFF} at byte {position}, expected {_STRING_ELEMENT}"
+            )
         position += 8
         lines.append(blob[position : position + max(length, 0)].decode("utf-8", "replace"))
         position += max(length, 0)
@@ -105,7 +113,7 @@ def _join(space: re.Match[str]) -> str:
     return space.group(1) or " "
 
 
-# ---- WordNet: "word (noun): definition. Example." ---------------------------------------------------------------------
+# ---- WordNet: "word (noun): definition. Example." -------------------------------------------------------------------
 
 _PART_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
@@ -142,7 +150,7 @@ def _definitions(paths: list[Path]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-# ---- Python documentation: prose of the reStructuredText sources -------------------------------------------------------
+# ---- Python documentation: prose of the reStructuredText sources -----------------------------------------------------
 
 _DOC_FOLDERS = ("tutorial", "howto", "faq", "using", "reference", "library", "extending", "whatsnew")
 
@@ -156,7 +164,7 @@ def _python_docs(folder: Path) -> Iterator[str]:
 
 
 def _rst_prose(text: str) -> str:
-    """Paragraphs of running text: directives, tables, code blocks and indented material are left out, roles unwrapped."""
+    """Paragraphs of running text: directives, tables, code and indented material are left out, roles unwrapped."""
     kept: list[str] = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.splitlines()

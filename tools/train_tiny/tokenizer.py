@@ -1,6 +1,6 @@
 """Byte-level BPE with DeepSeek's special tokens: `build` trains it, `Encoder` turns documents into ids.
 
-    ids   0 bos, 1 eos, 2 pad, the other spellings of deepseek-recipe, noise (DSpark), then 256 bytes, then merges
+ids   0 bos, 1 eos, 2 pad, the other spellings of deepseek-recipe, noise (DSpark), then 256 bytes, then merges
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from deepseek_recipe.tokens import SpecialToken
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deepseek_recipe.tokens import SpecialToken
 
 PAD, NOISE = "<｜▁pad▁｜>", "<｜noise｜>"
 SPECIALS = (
@@ -54,7 +55,8 @@ class Encoder:
         encoded = iter(self._plain.encode_batch_fast(plain, add_special_tokens=False))
         return [
             np.concatenate([
-                np.asarray([self._special[text]] if special else next(encoded).ids, dtype=np.uint16) for text, special in segments
+                np.asarray([self._special[text]] if special else next(encoded).ids, dtype=np.uint16)
+                for text, special in segments
             ])
             for segments in documents
         ]  # fmt: skip

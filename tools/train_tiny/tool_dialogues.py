@@ -8,16 +8,28 @@ from collections.abc import Callable
 from typing import Any
 
 from deepseek_recipe.conversation import AssistantMessage, Message, ToolCall, ToolDefinition, ToolMessage
-
 from tools.train_tiny import stories
 from tools.train_tiny.dialogues import Exchange, answer, user
 
-CITIES = (
-    "Paris", "London", "Rome", "Oslo", "Madrid", "Vienna", "Prague", "Lisbon", "Dublin", "Athens", "Berlin", "Tokyo", "Cairo", "Lima",
-    "Delhi", "Boston", "Sydney", "Toronto", "Nairobi", "Seoul",
-)  # fmt: skip
+CITIES = stories.words(
+    "Paris London Rome Oslo Madrid Vienna Prague Lisbon Dublin Athens Berlin Tokyo Cairo Lima Delhi "
+    "Boston Sydney Toronto Nairobi Seoul"
+)
 SKIES = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "clear")
-JOBS = ("teacher", "baker", "pilot", "doctor", "farmer", "painter", "sailor", "cook", "writer", "nurse", "lawyer", "singer")
+JOBS = (
+    "teacher",
+    "baker",
+    "pilot",
+    "doctor",
+    "farmer",
+    "painter",
+    "sailor",
+    "cook",
+    "writer",
+    "nurse",
+    "lawyer",
+    "singer",
+)
 
 
 def _schema(required: int, **properties: Any) -> dict[str, Any]:
@@ -31,7 +43,9 @@ TOOLS = {
     "search": ToolDefinition("search", "Search the library.", _schema(1, query=_TEXT, limit=_INTEGER)),
     "set_timer": ToolDefinition("set_timer", "Start a timer.", _schema(1, minutes=_INTEGER, label=_TEXT)),
     "get_time": ToolDefinition("get_time", "Get the current time.", {"type": "object", "properties": {}}),
-    "convert": ToolDefinition("convert", "Convert a value between units.", _schema(3, value=_NUMBER, source=_TEXT, target=_TEXT)),
+    "convert": ToolDefinition(
+        "convert", "Convert a value between units.", _schema(3, value=_NUMBER, source=_TEXT, target=_TEXT)
+    ),
 }
 
 
@@ -62,10 +76,16 @@ def weather(rng: random.Random) -> Exchange:
     cities = rng.sample(CITIES, 1 if rng.random() < 0.7 else 2)
     facts = [(city, rng.choice(SKIES), rng.randint(-5, 35)) for city in cities]
     names = " and ".join(cities)
-    ask = rng.choice((f"What is the weather in {names}?", f"How is the weather in {names} today?", f"Weather in {names}, please."))
-    calls = [(_call("get_weather", i, city=city), {"sky": sky, "temperature": t}) for i, (city, sky, t) in enumerate(facts)]
+    ask = rng.choice(
+        (f"What is the weather in {names}?", f"How is the weather in {names} today?", f"Weather in {names}, please.")
+    )
+    calls = [
+        (_call("get_weather", i, city=city), {"sky": sky, "temperature": t}) for i, (city, sky, t) in enumerate(facts)
+    ]
     reply = " ".join(f"It is {sky} in {city}, with a temperature of {t} degrees." for city, sky, t in facts)
-    return _loop(rng, ask, calls, f"I need the weather of {names}. I will call get_weather.", reply, "The results are here.")
+    return _loop(
+        rng, ask, calls, f"I need the weather of {names}. I will call get_weather.", reply, "The results are here."
+    )
 
 
 def calculation(rng: random.Random) -> Exchange:
@@ -75,7 +95,14 @@ def calculation(rng: random.Random) -> Exchange:
     expression = f"{a} {sign} {b}"
     ask = rng.choice((f"What is {expression}?", f"Please compute {expression}.", f"Use the calculator: {expression}"))
     calls = [(_call("calculate", 0, expression=expression), {"value": value})]
-    return _loop(rng, ask, calls, "The numbers are large. I will call calculate.", f"{expression} = {value}.", f"The value is {value}.")
+    return _loop(
+        rng,
+        ask,
+        calls,
+        "The numbers are large. I will call calculate.",
+        f"{expression} = {value}.",
+        f"The value is {value}.",
+    )
 
 
 def search(rng: random.Random) -> Exchange:
@@ -105,16 +132,27 @@ def clock(rng: random.Random) -> Exchange:
     now = f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
     calls = [(_call("get_time", 0), {"time": now})]
     ask = rng.choice(("What time is it?", "Please tell me the time.", "How late is it?"))
-    return _loop(rng, ask, calls, "I do not know the time. I will call get_time.", f"It is {now}.", f"The tool says {now}.")
+    return _loop(
+        rng, ask, calls, "I do not know the time. I will call get_time.", f"It is {now}.", f"The tool says {now}."
+    )
 
 
 def conversion(rng: random.Random) -> Exchange:
     """Numbers as arguments."""
-    source, target, factor = rng.choice((("km", "m", 1000), ("hours", "minutes", 60), ("kg", "g", 1000), ("days", "hours", 24)))
+    source, target, factor = rng.choice(
+        (("km", "m", 1000), ("hours", "minutes", 60), ("kg", "g", 1000), ("days", "hours", 24))
+    )
     value = rng.randint(1, 40)
     calls = [(_call("convert", 0, value=value, source=source, target=target), {"value": value * factor})]
     ask = rng.choice((f"Convert {value} {source} to {target}.", f"How many {target} are {value} {source}?"))
-    return _loop(rng, ask, calls, "I will call convert.", f"{value} {source} are {value * factor} {target}.", "The result is here.")
+    return _loop(
+        rng,
+        ask,
+        calls,
+        "I will call convert.",
+        f"{value} {source} are {value * factor} {target}.",
+        "The result is here.",
+    )
 
 
 # ---- JSON answers ----------------------------------------------------------------------------------------------------
@@ -132,7 +170,9 @@ def extract_person(rng: random.Random) -> Exchange:
     kinds = {"name": _TEXT, "age": _INTEGER, "city": _TEXT, "job": _TEXT}
     keys = rng.sample(list(record), rng.randint(2, 4))
     picked = {key: record[key] for key in keys}
-    ask = rng.choice((f"Extract {', '.join(keys)} as JSON: {sentence}", f"{sentence}\nGive me {', '.join(keys)} as a JSON object."))
+    ask = rng.choice(
+        (f"Extract {', '.join(keys)} as JSON: {sentence}", f"{sentence}\nGive me {', '.join(keys)} as a JSON object.")
+    )
     reasoning = " ".join(f"The {key} is {value}." for key, value in picked.items())
     schema = _schema(len(keys), **{key: kinds[key] for key in keys}) if rng.random() < 0.6 else None
     return Exchange([user(ask), answer(json.dumps(picked), reasoning)], schema=schema, json_object=schema is None)
@@ -144,7 +184,9 @@ def list_as_json(rng: random.Random) -> Exchange:
     ask = f"Give me a JSON object with the key animals for: {', '.join(items)}."
     schema = _schema(1, animals={"type": "array", "items": _TEXT}) if rng.random() < 0.5 else None
     reply = json.dumps({"animals": items})
-    return Exchange([user(ask), answer(reply, f"There are {len(items)} animals.")], schema=schema, json_object=schema is None)
+    return Exchange(
+        [user(ask), answer(reply, f"There are {len(items)} animals.")], schema=schema, json_object=schema is None
+    )
 
 
 def yes_or_no(rng: random.Random) -> Exchange:

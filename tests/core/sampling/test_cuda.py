@@ -1,4 +1,4 @@
-"""The definition holds on every backend: words, noise and draws of a GPU are those of the CPU, given the same logits."""
+"""The definition holds on every backend: words, noise and draws of a GPU are those of the CPU for the same logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMS = [
     SamplingParams(seed=1, top_k=50),
     SamplingParams(seed=2, top_p=0.9, temperature=0.7),
     SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.4),
-    SamplingParams(seed=4, logit_bias={7: 3.0}, min_tokens=100),
+    SamplingParams(seed=4, logit_bias={7: 3.0}, min_tokens=16),
     SamplingParams(seed=5),
 ]
 

@@ -210,6 +210,14 @@ def test_a_chunk_survives_its_dictionary(chunk: recipe.InferenceChunk) -> None:
     assert (copy, hash(copy), repr(copy)) == (chunk, hash(chunk), repr(chunk))
 
 
+@pytest.mark.bad_input
+def test_chunks_and_counts_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError, match="content"):
+        Chunk.text("a").content = "b"
+    with pytest.raises(AttributeError):
+        recipe.PromptUsage().prompt_tokens = 1  # type: ignore[misc]  # the mistake under test
+
+
 def test_options_survive_their_dictionary() -> None:
     options = recipe.ParsingOptions(
         parse_json_output=True,

@@ -8,6 +8,7 @@ InferenceChunk.finish(InferenceFinishReason.Stop)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, cast
 
@@ -24,32 +25,23 @@ _MAX_TOKEN_ID = 2**32 - 1
 _MAX_COUNT = 2**64 - 1
 
 
+@dataclass(frozen=True, kw_only=True)
 class PromptUsage:
     """Token counts of the prompt: all of them, and those found in the prefix cache.
 
     Raises: OverflowError for a count outside [0, 2**64), TypeError for one that is no integer.
     """
 
-    __slots__ = ("prompt_cache_hit_tokens", "prompt_tokens")
+    prompt_tokens: int = 0
+    prompt_cache_hit_tokens: int = 0
 
-    def __init__(self, *, prompt_tokens: int = 0, prompt_cache_hit_tokens: int = 0) -> None:
-        self.prompt_tokens = checked_int("prompt_tokens", prompt_tokens, _MAX_COUNT)
-        self.prompt_cache_hit_tokens = checked_int("prompt_cache_hit_tokens", prompt_cache_hit_tokens, _MAX_COUNT)
+    def __post_init__(self) -> None:
+        for name, count in self.to_dict().items():
+            object.__setattr__(self, name, checked_int(name, count, _MAX_COUNT))
 
     def to_dict(self) -> dict[str, int]:
         """The two counts by name."""
         return {"prompt_tokens": self.prompt_tokens, "prompt_cache_hit_tokens": self.prompt_cache_hit_tokens}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PromptUsage) and self.to_dict() == other.to_dict()
-
-    def __hash__(self) -> int:
-        return hash((self.prompt_tokens, self.prompt_cache_hit_tokens))
-
-    def __repr__(self) -> str:
-        return (
-            f"PromptUsage(prompt_tokens={self.prompt_tokens}, prompt_cache_hit_tokens={self.prompt_cache_hit_tokens})"
-        )
 
 
 class InferenceChunk:
@@ -71,10 +63,13 @@ class InferenceChunk:
         raise TypeError("build an InferenceChunk with ready, text, tokens or finish")
 
     @classmethod
-    def _empty(cls, kind: ChunkKind) -> InferenceChunk:
+    def _of(cls, fields: dict[str, Any]) -> InferenceChunk:
         chunk = object.__new__(cls)
-        chunk.kind = kind
+        chunk.__dict__.update(fields)
         return chunk
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an InferenceChunk cannot be changed; build a new one instead of setting {name!r}")
 
     @staticmethod
     def ready(*, prompt_usage: PromptUsage | None = None, system_fingerprint: str | None = None) -> InferenceChunk:
@@ -83,10 +78,8 @@ class InferenceChunk:
             require_instance("prompt_usage", prompt_usage, PromptUsage)
         if system_fingerprint is not None:
             require_str("system_fingerprint", system_fingerprint)
-        chunk = InferenceChunk._empty("ready")
-        chunk.prompt_usage = PromptUsage() if prompt_usage is None else prompt_usage
-        chunk.system_fingerprint = system_fingerprint
-        return chunk
+        usage = PromptUsage() if prompt_usage is None else prompt_usage
+        return InferenceChunk._of({"kind": "ready", "prompt_usage": usage, "system_fingerprint": system_fingerprint})
 
     @staticmethod
     def text(content: str, token_count: int = 0) -> InferenceChunk:
@@ -95,10 +88,8 @@ class InferenceChunk:
         Raises: UnicodeEncodeError for lone surrogates, OverflowError for a count outside [0, 2**64).
         """
         require_str("content", content)  # lone surrogates too: JSON in UTF-8 cannot carry them
-        chunk = InferenceChunk._empty("text")
-        chunk.content = content
-        chunk.token_count = checked_int("token_count", token_count, _MAX_COUNT)
-        return chunk
+        count = checked_int("token_count", token_count, _MAX_COUNT)
+        return InferenceChunk._of({"kind": "text", "content": content, "token_count": count})
 
     @staticmethod
     def tokens(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> InferenceChunk:
@@ -107,18 +98,16 @@ class InferenceChunk:
         Raises: OverflowError for an id outside [0, 2**32), TypeError for anything but integers.
         """
         ids = [checked_int("token id", token_id, _MAX_TOKEN_ID) for token_id in _sequence("token_ids", token_ids)]
-        chunk = InferenceChunk._empty("tokens")
-        chunk.token_ids = ids
-        if logprobs is not None:
-            chunk.logprobs = [_checked_logprobs(entry) for entry in _sequence("logprobs", logprobs)]
-        return chunk
+        if logprobs is None:
+            return InferenceChunk._of({"kind": "tokens", "token_ids": ids})
+        entries = [_checked_logprobs(entry) for entry in _sequence("logprobs", logprobs)]
+        return InferenceChunk._of({"kind": "tokens", "token_ids": ids, "logprobs": entries})
 
     @staticmethod
     def finish(finish_reason: InferenceFinishReason) -> InferenceChunk:
         """The engine has stopped, and why."""
-        chunk = InferenceChunk._empty("finish")
-        chunk.finish_reason = require_instance("finish_reason", finish_reason, InferenceFinishReason)
-        return chunk
+        require_instance("finish_reason", finish_reason, InferenceFinishReason)
+        return InferenceChunk._of({"kind": "finish", "finish_reason": finish_reason})
 
     def to_dict(self) -> dict[str, Any]:
         """The chunk as JSON-compatible values; `from_dict` reads them back."""

@@ -9,8 +9,9 @@ import pytest
 
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import CapacityError, EngineError
-from deepinfer_core.runtime.simulated import Faults
-from deepinfer_core.scheduling.plan import StepResult
+from deepinfer_core.runtime.engine_loop import make_loop
+from deepinfer_core.runtime.simulated import Faults, Ticket
+from deepinfer_core.scheduling.plan import StepPlan, StepResult
 from deepinfer_core.scheduling.request import ConstrainedRows, FinishReason, Stop
 from tests.core.scheduling.harness import VOCAB, Engine, alone, make_engine
 from tests.core.scheduling.test_scheduler import prompt_of
@@ -161,7 +162,7 @@ def test_a_watcher_sees_each_token_once_and_ends_the_answer_inside_a_block(stop_
 class EvenOnly:
     """A constraint that allows even tokens only, and raises at the n-th question."""
 
-    mask = np.array([0x55555555] * 4, np.uint32)
+    mask = np.full(-(-VOCAB // 32), 0x55555555, np.uint32)
 
     def __init__(self, raise_at: int | None = None, forced: Sequence[int] = ()) -> None:
         self.questions = 0
@@ -297,4 +298,34 @@ def test_the_device_refuses_a_plan_for_a_tenant_that_it_does_not_have() -> None:
         engine.device.run(plan)
 
 
-assert VOCAB <= 128  # EvenOnly.mask has four words
+class LyingDevice:
+    """Passes plans on, and shifts the positions of chosen results."""
+
+    def __init__(self, engine: Engine, lies: set[int]) -> None:
+        self._device, self._lies, self._calls = engine.device, lies, 0
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        return self._device.launch(plan)
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        result = self._device.wait(ticket)
+        self._calls += 1
+        return changed(result, position=result.position + 1) if self._calls - 1 in self._lies else result
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_result_that_is_out_of_step_is_like_a_failed_step(overlap: bool) -> None:
+    engine = make_engine(overlap=overlap)
+    engine.loop = make_loop(engine.scheduler, LyingDevice(engine, {4}), overlap=overlap)  # type: ignore[assignment]
+    expected = submit_all(engine)
+    engine.run()
+    check(engine, expected, failed=set())
+    assert engine.scheduler.stats.failed_steps == 1
+
+
+def test_a_device_that_is_always_out_of_step_ends_every_request() -> None:
+    engine = make_engine()
+    engine.loop = make_loop(engine.scheduler, LyingDevice(engine, set(range(10**4))), overlap=True)  # type: ignore[assignment]
+    expected = submit_all(engine)
+    engine.run(max_steps=100)
+    check(engine, expected, failed=set(expected))

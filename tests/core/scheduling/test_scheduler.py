@@ -368,3 +368,28 @@ def test_replayed_rows_write_windows_only() -> None:
     assert (plan.row_position[replayed] < 384).all()
     assert (plan.row_writes[replayed] == Writes.WINDOW).all()
     assert (plan.row_writes[~replayed] == Writes.WINDOW | Writes.GLOBAL).all()
+
+
+def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
+    engine = make_engine(max_num_seqs=1, overlap=False)
+    engine.scheduler.add(prompt_of(3), LONG, seed=0)
+    engine.step()
+    for i in range(2_000):
+        engine.scheduler.abort(engine.scheduler.add(prompt_of(3), LONG, seed=i, priority=5))
+    assert len(engine.scheduler._life.queue._heap) <= 65
+    engine.run()
+    engine.scheduler.check_idle()
+
+
+def test_a_request_that_waits_for_pinned_blocks_runs_when_they_are_free() -> None:
+    engine = make_engine(num_blocks=4, max_num_seqs=2)
+    pool = engine.scheduler.ledger.pool
+    blocks = pool.allocate(3)
+    pool.pin("export", 0, blocks)
+    pool.release(blocks)
+    number, expected = submit(engine, prompt_of(200), LONG, seed=1)
+    for _ in range(3):
+        assert engine.scheduler.schedule() is None
+    pool.unpin("export", 0)
+    engine.run()
+    assert engine.tokens[number] == expected

@@ -56,7 +56,7 @@ class EngineLoop[Ticket]:
 
     @property
     def has_work(self) -> bool:
-        """Whether another `step` can change anything."""
+        """Whether requests or launched steps are left; a request that waits for blocks from outside counts."""
         return self.scheduler.num_unfinished > 0 or bool(self._launched)
 
     def step(self) -> StepOutputs:
@@ -73,13 +73,14 @@ class EngineLoop[Ticket]:
             if isinstance(ticket, Exception):
                 raise ticket
             result = self._device.wait(ticket)
+            done_s = self._clock()
+            outputs = self.scheduler.commit(plan, result)
         except Exception as error:
             self.scheduler.abandon(plan, str(error))
             return self.scheduler.take_finished()
-        done_s = self._clock()
         self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
         self._last_done_s = done_s
-        return self.scheduler.commit(plan, result)
+        return outputs
 
     def _launch(self, plan: StepPlan) -> None:
         launched_s = self._clock()

@@ -14,7 +14,7 @@ import numpy as np
 from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.errors import EngineError
 from deepinfer_core.scheduling.budget import survivals
-from deepinfer_core.scheduling.endings import Ending, find_endings, matching_entries
+from deepinfer_core.scheduling.endings import Ending, find_endings
 from deepinfer_core.scheduling.flight import Flight
 from deepinfer_core.scheduling.lifecycle import Lifecycle
 from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array, StepResult, TokenLogprobs
@@ -33,11 +33,11 @@ class Committer:
         self._speculation = speculation
 
     def commit(self, flight: Flight, result: StepResult) -> StepOutputs:
-        """Commit the result of a landed flight."""
+        """Commit the result of a landed flight; `check_result` has passed it."""
         prompt_logprobs = self._prompt_logprobs(flight, result)
         self._fail_reported(flight, result)
         self._seal_prompts(flight)
-        current = matching_entries(result, self._table)
+        current = self._table.generation[result.slot] == result.generation
         self._fail_unanswered(flight, result.slot[current])
         entries = np.flatnonzero(current)
         slots = result.slot[entries].astype(np.int64)

@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 
 from deepinfer_core.errors import EngineError
-from deepinfer_core.scheduling.plan import BoolArray, Int32Array, Int64Array, StepResult, UInt8Array
+from deepinfer_core.scheduling.plan import Int32Array, Int64Array, StepResult, UInt8Array
 from deepinfer_core.scheduling.request import FinishReason
 from deepinfer_core.scheduling.slots import SlotTable
 
-__all__ = ["RUNS_ON", "Ending", "find_endings", "matching_entries"]
+__all__ = ["RUNS_ON", "Ending", "check_result", "find_endings"]
 
 RUNS_ON: Final = 0
 _STOPPED: Final = 1
@@ -48,10 +48,10 @@ class Ending:
         return FinishReason.STOP, int(tokens[n, self.kept[n] - 1])
 
 
-def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
-    """Which entries of `result` [N] belong to a request that is still in its slot.
+def check_result(result: StepResult, table: SlotTable) -> None:
+    """Raise EngineError where a device is out of step: an entry of a current request has another position, or no token.
 
-    Raises EngineError where generation matches and position does not: a device is out of step.
+    A placeholder must never become a token.
     """
     current = table.generation[result.slot] == result.generation
     wrong = current & (result.position != table.length[result.slot])
@@ -62,19 +62,16 @@ def matching_entries(result: StepResult, table: SlotTable) -> BoolArray:
             f"step {result.step}: request {table.number[slot]} expects the token at position {table.length[slot]} "
             f"and the device sent the one at {result.position[n]}"
         )
-    return current
+    columns, count = result.tokens.T, result.num_tokens
+    drawn = np.arange(len(columns), dtype=np.int64)[:, None] < count
+    if (drawn & (columns < 0)).any() or count.min(initial=1) < 1 or count.max(initial=1) > len(columns):
+        raise EngineError(f"step {result.step}: the device sent a placeholder, or nothing, where a token belongs")
 
 
 def find_endings(table: SlotTable, slots: Int64Array, columns: Int64Array, num_tokens: Int32Array) -> Ending:
-    """Apply end-of-sequence, stop token ids and the length limit to columns [W, N], the tokens drawn by `slots` [N].
-
-    Raises EngineError where a token is missing: a placeholder must never become a token.
-    """
+    """Apply end-of-sequence, stop token ids and the length limit to columns [W, N], the tokens drawn by `slots` [N]."""
     length, limit = table.length[slots], table.limit[slots]
     order = np.arange(len(columns), dtype=np.int64)[:, None]
-    drawn = order < num_tokens
-    if (drawn & (columns < 0)).any() or num_tokens.min(initial=1) < 1 or num_tokens.max(initial=1) > len(columns):
-        raise EngineError("the device sent a placeholder, or no token, where a token belongs")
     kept = np.minimum(num_tokens, limit - length).astype(np.int32)
     stops = columns == table.eos[slots]
     for ids in table.stop_ids.T:

@@ -48,7 +48,7 @@ class Lifecycle:
         self.finished: list[Finished] = []  # for the next outputs
         self._forecast = OutputForecast()
         self._eos_token_id = eos_token_id
-        self._memory_is_short = False  # the head of the queue did not fit; nothing has been freed since
+        self._short_at_blocks = -1  # blocks that were available when the head of the queue did not fit
         self._worst_case_tokens = 0  # if every running request went on to its limit
 
     # ---- in ---------------------------------------------------------------------------------------------------------
@@ -56,20 +56,20 @@ class Lifecycle:
     def enqueue(self, request: Request) -> None:
         """A request waits for a slot."""
         self.queue.push(request)
-        self._memory_is_short = False  # it may be the new head, and smaller
+        self._short_at_blocks = -1  # it may be the new head, and smaller
 
     def admit_next(self) -> Admission | None:
         """Give the most urgent waiting request a slot and blocks. None: nobody waits, or there is no room for the head.
 
         Nobody passes a head that does not fit, so a long prompt gets its turn.
         """
-        while self.table.num_free and not self._memory_is_short:
+        while self.table.num_free and not self._is_short_of_memory():
             request = self.queue.head()
             if request is None:
                 return None
             found = self.ledger.find(request)
             if self.ledger.missing_blocks(request, *found) > 0 or not self._has_room_to_grow(request):
-                self._memory_is_short = True
+                self._short_at_blocks = self.ledger.pool.num_available
                 return None
             self.queue.pop()
             admission = self._admit(request, *found)
@@ -87,7 +87,11 @@ class Lifecycle:
 
     def may_admit(self) -> bool:
         """Whether somebody waits who could come in, as far as is known without looking closer."""
-        return bool(self.table.num_free and len(self.queue) and not self._memory_is_short)
+        return bool(self.table.num_free and len(self.queue) and not self._is_short_of_memory())
+
+    def _is_short_of_memory(self) -> bool:
+        """The head of the queue did not fit, and nothing has been freed since (by a request, or by a pin)."""
+        return self.ledger.pool.num_available <= self._short_at_blocks
 
     def _has_room_to_grow(self, request: Request) -> bool:
         """Whether the running requests and this one will probably never need more memory than there is."""
@@ -177,7 +181,7 @@ class Lifecycle:
             return True
         if request.status is RequestStatus.WAITING and not self.quarantine.discard(request):
             self.queue.discard(request)
-        self._memory_is_short = False
+        self._short_at_blocks = -1
         self._end(request, FinishReason.ABORT, None, None)
         return True
 
@@ -186,7 +190,7 @@ class Lifecycle:
             self.releases.append(Release(slot, int(self.table.generation[slot])))
         request = self.ledger.release(slot)
         self._worst_case_tokens -= request.limit
-        self._memory_is_short = False
+        self._short_at_blocks = -1
         return request
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None, error: str | None) -> None:

@@ -25,6 +25,7 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS, Sched
 from deepinfer_core.errors import CapacityError, EngineError, RequestError
 from deepinfer_core.scheduling.commit import Committer
 from deepinfer_core.scheduling.cost import CostModel
+from deepinfer_core.scheduling.endings import check_result
 from deepinfer_core.scheduling.flight import Flight, land, launch
 from deepinfer_core.scheduling.ledger import BlockLedger
 from deepinfer_core.scheduling.lifecycle import Lifecycle
@@ -187,9 +188,14 @@ class Scheduler:
         stats.peak_used_blocks = max(stats.peak_used_blocks, self._ledger.num_used)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Take the result of the oldest plan: tokens, ends, freed slots. Raises EngineError if it is out of step."""
+        """Take the result of the oldest plan: tokens, ends, freed slots.
+
+        Raises EngineError, with nothing changed, if the result is out of step: then `abandon` the plan.
+        """
+        self._check_oldest(plan)
         if result.step != plan.step:
             raise EngineError(f"the result of step {result.step} came for step {plan.step}")
+        check_result(result, self._table)
         return self._committer.commit(self._land(plan), result)
 
     def abandon(self, plan: StepPlan, error: str) -> None:
@@ -210,9 +216,12 @@ class Scheduler:
             num_drafting = int(np.count_nonzero(plan.segment_num_drafts))
             self._speculation.cost.observe(plan.num_rows, num_drafting, seconds)
 
-    def _land(self, plan: StepPlan) -> Flight:
+    def _check_oldest(self, plan: StepPlan) -> None:
         if not self._flights or self._flights[0].plan is not plan:
             raise EngineError(f"step {plan.step} is not the oldest plan that is not committed")
+
+    def _land(self, plan: StepPlan) -> Flight:
+        self._check_oldest(plan)
         flight = self._flights.popleft()
         land(self._table, flight)
         return flight
@@ -222,6 +231,11 @@ class Scheduler:
         finished, self._life.finished = tuple(self._life.finished), []
         none = np.zeros(0, np.int64)
         return StepOutputs(self._step, none, none.reshape(0, 1), none.astype(np.int32), finished)
+
+    def hit_tokens(self, number: int) -> int:
+        """Prompt tokens of an unfinished request that were found in the cache; 0 if it is not known."""
+        request = self._life.requests.get(number)
+        return 0 if request is None else request.hit_tokens
 
     # ---- what it knows ----------------------------------------------------------------------------------------------
 

@@ -55,17 +55,17 @@ class AcceptanceMeter:
 
     def observe(self, num_verified: Int64Array, num_accepted: Int64Array, promised_tokens: float) -> None:
         """Count a step. `promised_tokens` = the survivals of its verified drafts, summed."""
-        position = np.arange(len(self.verified), dtype=np.int64)[:, None]
-        verified = position < num_verified
-        reached = verified & (position <= num_accepted)  # all drafts before it were accepted
-        taken = position < np.minimum(num_accepted, num_verified)
-        self.verified += verified.sum(axis=1)
-        self.accepted += taken.sum(axis=1)
-        self._tried = _DECAY * self._tried + reached.sum(axis=1)
-        self._taken = _DECAY * self._taken + taken.sum(axis=1)
+        verified = _at_least(num_verified, len(self.verified))
+        taken = _at_least(np.minimum(num_accepted, num_verified), len(self.verified))
+        # The draft at j was reached if it was verified and all before it were accepted.
+        reached = _at_least(np.minimum(num_accepted + 1, num_verified), len(self.verified))
+        self.verified += verified
+        self.accepted += taken
+        self._tried = _DECAY * self._tried + reached
+        self._taken = _DECAY * self._taken + taken
         if promised_tokens > 0:
             self._promised = _DECAY * self._promised + promised_tokens
-            self._realised = _DECAY * self._realised + float(np.minimum(num_accepted, num_verified).sum())
+            self._realised = _DECAY * self._realised + float(taken.sum())
 
     def survival(self) -> FloatArray:
         """Measured probability that drafts 1..j are all accepted [D]."""
@@ -160,3 +160,9 @@ def promised_tokens(survival: FloatArray, lengths: Int64Array) -> float:
     """Sum of the survivals [D, R] of the first lengths[r] drafts of each request."""
     verified = np.arange(len(survival), dtype=np.int64)[:, None] < lengths
     return float(survival.sum(where=verified, dtype=np.float64))
+
+
+def _at_least(lengths: Int64Array, depth: int) -> Int64Array:
+    """How many of `lengths` reach 1, 2, .. depth [depth]."""
+    counts = np.bincount(lengths, minlength=depth + 1)
+    return np.cumsum(counts[::-1])[::-1][1 : depth + 1]

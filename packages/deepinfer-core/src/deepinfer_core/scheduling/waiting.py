@@ -16,6 +16,8 @@ from deepinfer_core.scheduling.request import Request, RequestStatus
 
 __all__ = ["WaitingQueue"]
 
+_SLACK = 64
+
 
 class WaitingQueue:
     """A heap of waiting requests. One that left otherwise (aborted) is dropped when it comes to the head."""
@@ -59,3 +61,6 @@ class WaitingQueue:
         """Take out a request from wherever it is."""
         request.status = RequestStatus.FINISHED
         self._num_waiting -= 1
+        if len(self._heap) > 2 * self._num_waiting + _SLACK:  # else requests that never come to the head would pile up
+            self._heap = [entry for entry in self._heap if entry[2].status is RequestStatus.WAITING]
+            heapq.heapify(self._heap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_ranges_are_ascending_disjoint_and_cover_what_was_marked(conversation: r
         marked = [s for s, special in zip(rendered.segments, rendered.is_special, strict=True) if special]
         assert [rendered.prompt[start:stop] for start, stop in rendered.special_ranges] == marked
         plain = list(rendered.is_special)
-        assert not any(a == b == 0 for a, b in zip(plain, plain[1:], strict=False))
+        assert not any(a == b == 0 for a, b in pairwise(plain))
 
 
 @settings(max_examples=60, deadline=None)

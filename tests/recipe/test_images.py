@@ -191,8 +191,8 @@ def test_a_fetch_that_leads_astray_is_refused(path: str, kind: str, retryable: b
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "224.0.0.1", "100.64.0.1", "::1",
-     "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::1"],
+    ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "224.0.0.1", "100.64.0.1",
+     "::1", "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused_after_resolution(
     address: str, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,6 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"request": request.convert(options_of(given["options"])).to_json()}
     except recipe.ConversionError as error:
-        assert json.loads(error.body)["error"].keys() == {"message", "type", "param", "code"}
         return {"error": {"stage": "convert", "exception": "ConversionError", "status_code": error.status_code}}
 
 
@@ -124,8 +123,8 @@ def test_image_tokens_count_as_in_the_official_codec(given: dict[str, Any], expe
 
 def test_the_protocol_strings_are_those_of_the_fixture() -> None:
     strings = json.loads((FIXTURES / "strings.json").read_text())
-    assert protocol_data.SPECIAL_TOKEN_SPELLINGS == strings["special_tokens"]
-    assert protocol_data.IMAGE_SPECIAL_TOKEN_ID == strings["image_special_token_id"]
+    assert strings["special_tokens"] == protocol_data.SPECIAL_TOKEN_SPELLINGS
+    assert strings["image_special_token_id"] == protocol_data.IMAGE_SPECIAL_TOKEN_ID
     patch = strings["apply_patch_tool"]
     assert patch["name"] == protocol_data.APPLY_PATCH_NAME
     assert patch["description"] == protocol_data.APPLY_PATCH_DESCRIPTION

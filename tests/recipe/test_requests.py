@@ -139,7 +139,7 @@ def test_options_are_values_and_their_setters_copy() -> None:
     options = STRICT.with_model_alias("mine", recipe.ModelVersion.DeepseekV4Pro).with_default_thinking_mode(False)
     assert options.model_versions_by_name["mine"] is recipe.ModelVersion.DeepseekV4Pro
     assert "mine" not in STRICT.model_versions_by_name
-    assert STRICT == recipe.ConversionOptions()
+    assert recipe.ConversionOptions() == STRICT
     request = recipe.ChatCompletionRequest({"model": "mine", "messages": HI}).convert(options)
     assert (request.model_version, request.conversation.thinking_mode) == (recipe.ModelVersion.DeepseekV4Pro, False)
 
@@ -277,8 +277,9 @@ WORDS = st.sampled_from(
     ["user", "assistant", "system", "tool", "text", "function", "tool_use", "tool_result", "hi", MODEL]
 )
 KEYS = st.sampled_from(
-    ["model", "messages", "input", "role", "content", "type", "text", "tools", "function", "name", "parameters", "system",
-     "tool_calls", "id", "arguments", "tool_choice", "thinking", "strict", "call_id", "output", "source", "url"]
+    ["model", "messages", "input", "role", "content", "type", "text", "tools", "function", "name", "parameters",
+     "system", "tool_calls", "id", "arguments", "tool_choice", "thinking", "strict", "call_id", "output", "source",
+     "url"]
 )  # fmt: skip
 JSON = st.recursive(
     SCALARS | WORDS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=30
@@ -315,7 +316,7 @@ def test_no_body_raises_anything_but_the_documented_errors(body: Any, fields: di
     ids=["depth", "digits", "surrogate", "NUL", "control", "no commas", "keys"],
 )
 def test_a_hostile_body_is_refused(request_type: Any, body: bytes) -> None:
-    with pytest.raises(ValueError, match="^invalid (JSON request|request body): "):
+    with pytest.raises(ValueError, match=r"^invalid (JSON request|request body): "):
         request_type(body)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 __all__ = ["require_bool", "require_instance", "require_int_in", "require_list", "require_str"]
 
@@ -47,9 +47,9 @@ def require_int_in(name: str, value: object, low: int, high: int) -> None:
 def require_list(name: str, value: Any, kind: type[T]) -> list[T]:
     """A new list of the items of `value`, each of them a `kind`."""
     if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
-        raise _wrong_type(name, value, f"a list of {kind.__name__}")
+        raise _wrong_type(name, cast("object", value), f"a list of {kind.__name__}")
     items: list[T] = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(cast("Iterable[object]", value)):
         if not isinstance(item, kind):
             raise _wrong_type(f"{name}[{index}]", item, f"a {kind.__name__}")
         items.append(item)

@@ -24,7 +24,7 @@ from deepseek_recipe.conversation_json import conversation_from_json
 from deepseek_recipe.encodings import encoding_for
 from deepseek_recipe.enums import InferenceFinishReason, ModelVersion
 from deepseek_recipe.errors import ConversionError
-from deepseek_recipe.json_text import loads
+from deepseek_recipe.json_text import is_array, is_object, loads
 from deepseek_recipe.rendering.prompt import RenderedPrompt
 from deepseek_recipe.requests.chat import ChatCompletionRequest
 from deepseek_recipe.requests.messages import MessagesRequest
@@ -198,7 +198,7 @@ def _bare_request(arguments: argparse.Namespace) -> ConversationRequest:
 def _rendered(arguments: argparse.Namespace) -> RenderedPrompt:
     if arguments.api == "conversation":
         value = loads(_read(arguments.file))
-        if not isinstance(value, dict):
+        if not is_object(value):
             raise _DataError("a conversation is a JSON object")
         value = value.get("conversation", value)
         version = _VERSIONS[arguments.model_version or "v4.1"]
@@ -222,7 +222,7 @@ def _output_chunk(output: str, is_ids: bool, tokenizer: Tokenizer | None) -> Inf
     if tokenizer is None:
         raise _DataError("--ids needs --tokenizer")
     ids = loads(output)
-    if not isinstance(ids, list):
+    if not is_array(ids):
         raise _DataError("the output is not a JSON list of token ids")
     return InferenceChunk.tokens(ids)
 

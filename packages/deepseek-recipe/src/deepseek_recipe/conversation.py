@@ -9,7 +9,7 @@ All objects are immutable values: they compare by content, and lists given to a 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -30,6 +30,7 @@ __all__ = [
     "UserMessage",
 ]
 
+T = TypeVar("T")
 ToolChoice = Literal["auto", "none", "required"]
 Effort = Literal["low", "high", "xhigh", "max"]
 ResponseFormat = Literal["text", "json_object", "json_schema", "regex"]
@@ -109,6 +110,22 @@ class Message:
         return False
 
 
+def _no_sources() -> list[ImageSource]:
+    return []
+
+
+def _no_messages() -> list[Message]:
+    return []
+
+
+def _no_tools() -> list[ToolDefinition]:
+    return []
+
+
+def _listed(name: str, value: object, kind: type[T]) -> list[T]:
+    return [] if value is None else require_list(name, value, kind)
+
+
 def _settle_images(message: SystemMessage | UserMessage | ToolMessage) -> None:
     require_str("content", message.content)
     sources = message.image_sources
@@ -130,7 +147,9 @@ class SystemMessage(msgspec.Struct, Message, frozen=True):
 
     role: ClassVar[str] = "system"
     content: str
-    image_sources: list[ImageSource] = None  # type: ignore[assignment]  # pyright: ignore  - a list once built
+    image_sources: list[ImageSource] = msgspec.field(  # pyright: ignore[reportIncompatibleMethodOverride] - as above
+        default_factory=_no_sources
+    )
     tools: list[ToolDefinition] | None = None
     image_token: str | None = None
     image_offsets: tuple[int, ...] | None = None
@@ -149,7 +168,9 @@ class UserMessage(msgspec.Struct, Message, frozen=True):
 
     role: ClassVar[str] = "user"
     content: str
-    image_sources: list[ImageSource] = None  # type: ignore[assignment]  # pyright: ignore  - a list once built
+    image_sources: list[ImageSource] = msgspec.field(  # pyright: ignore[reportIncompatibleMethodOverride] - as above
+        default_factory=_no_sources
+    )
     image_token: str | None = None
     image_offsets: tuple[int, ...] | None = None
 
@@ -165,8 +186,10 @@ class ToolMessage(msgspec.Struct, Message, frozen=True):
 
     role: ClassVar[str] = "tool"
     content: str
-    tool_call_id: str | None = None
-    image_sources: list[ImageSource] = None  # type: ignore[assignment]  # pyright: ignore  - a list once built
+    tool_call_id: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
+    image_sources: list[ImageSource] = msgspec.field(  # pyright: ignore[reportIncompatibleMethodOverride] - as above
+        default_factory=_no_sources
+    )
     image_token: str | None = None
     image_offsets: tuple[int, ...] | None = None
 
@@ -184,9 +207,9 @@ class AssistantMessage(msgspec.Struct, Message, frozen=True):
 
     role: ClassVar[str] = "assistant"
     content: str
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    prefix: bool = False
+    reasoning_content: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
+    tool_calls: list[ToolCall] | None = None  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
+    prefix: bool = False  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
 
     def __post_init__(self) -> None:
         require_str("content", self.content)
@@ -223,9 +246,9 @@ class Conversation(msgspec.Struct, frozen=True):
     `response_regex` was given. `tools` reads an empty list where none are.
     """
 
-    messages: list[Message] = None  # type: ignore[assignment]  # pyright: ignore  - a list once built
-    thinking_mode: bool = msgspec.field(default=True)
-    tools: list[ToolDefinition] = None  # type: ignore[assignment]  # pyright: ignore  - a list once built
+    messages: list[Message] = msgspec.field(default_factory=_no_messages)
+    thinking_mode: bool = True
+    tools: list[ToolDefinition] = msgspec.field(default_factory=_no_tools)
     tool_choice: ToolChoice = "auto"
     reasoning_effort: Effort | None = None
     response_format: ResponseFormat = "text"
@@ -233,11 +256,9 @@ class Conversation(msgspec.Struct, frozen=True):
     response_regex: str | None = None
 
     def __post_init__(self) -> None:
-        force_setattr(
-            self, "messages", [] if self.messages is None else require_list("messages", self.messages, Message)
-        )
+        force_setattr(self, "messages", _listed("messages", self.messages, Message))
         require_bool("thinking_mode", self.thinking_mode)
-        force_setattr(self, "tools", [] if self.tools is None else require_list("tools", self.tools, ToolDefinition))
+        force_setattr(self, "tools", _listed("tools", self.tools, ToolDefinition))
         _require_one_of("tool_choice", self.tool_choice, ("auto", "none", "required"))
         if self.reasoning_effort is not None:
             _require_one_of("reasoning_effort", self.reasoning_effort, ("low", "high", "xhigh", "max"))

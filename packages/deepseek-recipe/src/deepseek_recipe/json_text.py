@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
@@ -24,6 +25,8 @@ __all__ = [
     "JsonTextError",
     "TrustedJson",
     "compact",
+    "is_array",
+    "is_object",
     "json_value",
     "loads",
     "loads_body",
@@ -49,6 +52,16 @@ _ODD_NUMBER_WRITTEN = re.compile(r"\d{19}|e-0")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def is_array(value: object) -> TypeGuard[list[Any]]:
+    """Whether a JSON value is an array."""
+    return isinstance(value, list)
+
+
 class JsonTextError(ValueError):
     """A text that is not strict JSON; the message names the place and the rule."""
 
@@ -56,8 +69,8 @@ class JsonTextError(ValueError):
 def loads(text: str | bytes) -> Any:
     """The value of a strict JSON text.
 
-    Raises `JsonTextError` for anything that RFC 8259 does not allow, for numbers outside the range of a double, for more
-    than `MAX_DEPTH` nested containers and beyond the size limits above. Time and memory are linear in the length.
+    Raises `JsonTextError` for anything that RFC 8259 does not allow, for numbers outside the range of a double, for
+    more than `MAX_DEPTH` nested containers and beyond the size limits above. Time and memory are linear in the length.
     """
     data = _utf8(text)
     value = _loads_fast(data)
@@ -120,14 +133,19 @@ def json_value(value: Any, *, depth: int = 0) -> Any:
         return value
     if depth >= MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
-    if isinstance(value, dict):
+    if is_object(value):
         for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"JSON object keys must be str, not {type(key).__name__}")
+            _require_str_key(key)
         return {json_value(k): json_value(v, depth=depth + 1) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(v, depth=depth + 1) for v in value]
+    if is_array(value) or isinstance(value, tuple):
+        items = cast("Sequence[Any]", value)
+        return [json_value(v, depth=depth + 1) for v in items]
     raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+def _require_str_key(key: object) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"JSON object keys must be str, not {type(key).__name__}")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -187,11 +205,11 @@ def _check_size(data: bytes) -> None:
 
 def _check_depth(value: Any) -> None:
     """Refuses more than `MAX_DEPTH` nested containers, level by level and so without recursion."""
-    level = [value] if isinstance(value, (dict, list)) else []
+    level: list[Any] = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         if not level:
             return
-        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        children: Iterator[Any] = (child for one in level for child in (one.values() if is_object(one) else one))
         level = [child for child in children if isinstance(child, (dict, list))]
     if level:
         raise JsonTextError(_TOO_DEEP)
@@ -224,7 +242,7 @@ def _place(data: bytes, offset: int) -> str:
 _Separators = tuple[str, str]
 _SPACED: _Separators = (", ", ": ")
 _COMPACT: _Separators = (",", ":")
-_ENCODERS = {
+_ENCODERS: dict[_Separators, Callable[[Any], str]] = {
     separators: json.JSONEncoder(
         ensure_ascii=False, check_circular=False, allow_nan=False, separators=separators
     ).encode
@@ -233,19 +251,19 @@ _ENCODERS = {
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _write(value: Any, separators: _Separators, float_text: Any) -> str:
+def _write(value: Any, separators: _Separators, float_text: Callable[[float], str]) -> str:
     text = _ENCODERS[separators](value)
     if _ODD_NUMBER_WRITTEN.search(text):
         return _write_slowly(value, separators, float_text)
     return text
 
 
-def _write_slowly(value: Any, separators: _Separators, float_text: Any) -> str:
-    if isinstance(value, dict):
+def _write_slowly(value: Any, separators: _Separators, float_text: Callable[[float], str]) -> str:
+    if is_object(value):
         comma, colon = separators
         items = (f"{_quoted(k)}{colon}{_write_slowly(v, separators, float_text)}" for k, v in value.items())
         return "{" + comma.join(items) + "}"
-    if isinstance(value, (list, tuple)):
+    if is_array(value):
         return "[" + separators[0].join(_write_slowly(v, separators, float_text) for v in value) + "]"
     if isinstance(value, float):
         return float_text(value)

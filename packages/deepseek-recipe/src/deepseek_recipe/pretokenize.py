@@ -19,18 +19,19 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
+from deepseek_recipe.json_text import is_array, is_object
+
 __all__ = ["Pretokenizer", "matches_pretokenizer"]
 
+# Stage 3, with ⏎ for a carriage return and a line feed, which the file holds as they are.
+_WORDS: Final = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^⏎\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[⏎]*|\s*[⏎]+|\s+(?!\S)|\s+"
+)
 _STAGES: Final = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
-    "\r\n"
-    r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
-    "\r\n"
-    r"]*|\s*["
-    "\r\n"
-    r"]+|\s+(?!\S)|\s+",
+    _WORDS.replace("⏎", "\r\n"),
 )
 _UNION_RANGES: Final = ((0x4E00, 0x9FA6), (0x3040, 0x3100))
 _SETTLED: Final = (
@@ -97,7 +98,7 @@ def matches_pretokenizer(spec: Any) -> bool:
         {"type": "Split", "pattern": {"Regex": stage}, "behavior": "Isolated", "invert": False} for stage in _STAGES
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    if not isinstance(spec, dict) or spec.get("type") != "Sequence" or not isinstance(spec.get("pretokenizers"), list):
+    if not is_object(spec) or spec.get("type") != "Sequence" or not is_array(spec.get("pretokenizers")):
         return False
     found = [{k: v for k, v in stage.items() if k != "trim_offsets"} for stage in spec["pretokenizers"]]
     return json.dumps(found, sort_keys=True) == json.dumps([*splits, byte_level], sort_keys=True)

@@ -7,7 +7,7 @@ different prompt for the model, so nothing here may be reworded, and a test comp
 In `TOOLS_BLOCK_BEFORE` the words in braces stand for special tokens and for the tag names of `DSML_TAGS`.
 """
 
-# ruff: noqa: RUF001  (the spellings use full-width bars and typographic hyphens on purpose)
+
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class StretchEncoder:
     def _encode_new(self, stretches: Sequence[str]) -> list[Ids]:
         pretokenizer = self._pretokenizer
         if pretokenizer is None:
-            return self._from_backend(list(stretches))
+            return [*self._from_backend(list(stretches))]
         chunks = [list(pretokenizer.chunks(text, _CHUNK_CHARS)) for text in stretches]
         ids = iter(self._encode_chunks(list(chain.from_iterable(chunks)), pretokenizer))
         return [next(ids) if len(own) == 1 else list(chain.from_iterable(next(ids) for _ in own)) for own in chunks]

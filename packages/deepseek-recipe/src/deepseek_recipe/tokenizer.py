@@ -16,6 +16,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from deepseek_recipe.checks import require_int_in, require_str
+from deepseek_recipe.json_text import is_object
 from deepseek_recipe.pretokenize import Pretokenizer, matches_pretokenizer
 from deepseek_recipe.rendering.prompt import RenderedPrompt
 from deepseek_recipe.stretch_encoder import StretchEncoder
@@ -28,6 +29,7 @@ __all__ = ["DEFAULT_CACHE_BYTES", "Tokenizer"]
 
 DEFAULT_CACHE_BYTES = 64 * 2**20
 _MAX_CACHE_BYTES = 2**40
+_MAX_TOKEN_ID = 2**24
 
 
 class Tokenizer:
@@ -43,7 +45,13 @@ class Tokenizer:
         self._text = text
         spec = _read_spec(text)
         self._ids_by_spelling = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        plain = {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        plain: dict[str, Any] = {
+            **spec,
+            "added_tokens": [],
+            "post_processor": None,
+            "truncation": None,
+            "padding": None,
+        }
         self._encoder = StretchEncoder(
             _backend(msgspec.json.encode(plain).decode()), _pretokenizer_of(spec), _piece_bytes(spec), cache_bytes
         )
@@ -72,7 +80,7 @@ class Tokenizer:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> Tokenizer:
         """The tokenizer.json of a model on the Hugging Face Hub. RuntimeError when it cannot be had."""
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType] - untyped arguments
 
         try:
             path = hf_hub_download(id, "tokenizer.json", revision=revision, token=token)
@@ -92,7 +100,7 @@ class Tokenizer:
         return [list(ids) for ids in self._encoder.encode(texts)]
 
     def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
-        """The ids of a rendered prompt: special tokens by their spelling, plain stretches with the added vocabulary off.
+        """The ids of a rendered prompt: special tokens by their spelling, the rest with the added vocabulary off.
 
         RuntimeError names a special token that the added vocabulary lacks.
         """
@@ -148,14 +156,16 @@ def _read_spec(text: str) -> dict[str, Any]:
         spec = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise RuntimeError(f"not a tokenizer.json: {error}") from None
-    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+    if not is_object(spec) or not is_object(spec.get("model")):
         raise RuntimeError("not a tokenizer.json: it has no model")
-    added = spec.get("added_tokens") or []
-    if not all(
-        isinstance(t, dict) and isinstance(t.get("content"), str) and isinstance(t.get("id"), int) for t in added
-    ):
+    added: list[Any] = spec.get("added_tokens") or []
+    if not all(_is_added_token(token) for token in added):
         raise RuntimeError("not a tokenizer.json: added_tokens need content and id")
     return {**spec, "added_tokens": added}
+
+
+def _is_added_token(value: Any) -> bool:
+    return is_object(value) and isinstance(value.get("content"), str) and isinstance(value.get("id"), int)
 
 
 def _pretokenizer_of(spec: dict[str, Any]) -> Pretokenizer | None:
@@ -172,9 +182,12 @@ def _pretokenizer_of(spec: dict[str, Any]) -> Pretokenizer | None:
 def _piece_bytes(spec: dict[str, Any]) -> list[int]:
     """Bytes by id: the vocabulary of a byte-level model spells every byte as one character."""
     vocabulary = spec["model"].get("vocab")
-    if not isinstance(vocabulary, dict) or not vocabulary:
+    if not is_object(vocabulary) or not vocabulary:
         return []
-    sizes = [0] * (max(vocabulary.values()) + 1)
+    largest = max(vocabulary.values())
+    if not isinstance(largest, int) or largest > _MAX_TOKEN_ID:
+        raise RuntimeError(f"not a tokenizer.json: the token id {largest!r} is beyond {_MAX_TOKEN_ID}")
+    sizes = [0] * (largest + 1)
     for spelling, token_id in vocabulary.items():
         sizes[token_id] = len(spelling)
     return sizes

@@ -48,10 +48,14 @@ class ImageInfo(msgspec.Struct, frozen=True):
         return f"ImageInfo(<{len(self.data)} bytes>, {self.width}, {self.height})"
 
 
+def _no_images() -> list[ImageInfo]:
+    return []
+
+
 class MultiModalData(msgspec.Struct, frozen=True):
     """The images of a prompt, in the order of their placeholders."""
 
-    images: list[ImageInfo] = msgspec.field(default_factory=list)
+    images: list[ImageInfo] = msgspec.field(default_factory=_no_images)
 
     def __post_init__(self) -> None:
         force_setattr(self, "images", require_list("images", self.images or (), ImageInfo))

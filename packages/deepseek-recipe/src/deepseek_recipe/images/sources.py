@@ -49,11 +49,17 @@ def _check(detail: object, path: object) -> None:
     require_str("path", path)
 
 
+def _copied_bytes(data: object) -> bytes:
+    if not isinstance(data, (bytes, bytearray)):
+        raise TypeError(f"argument 'data' must be bytes, not {type(data).__name__}")
+    return bytes(data)
+
+
 class DataUrlImageSource(msgspec.Struct, ImageSource, frozen=True):
     """An image inside a `data:` URL."""
 
     kind: ClassVar[str] = "data_url"
-    data_url: str
+    data_url: str  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
     path: str = ""
 
@@ -66,7 +72,7 @@ class UrlImageSource(msgspec.Struct, ImageSource, frozen=True):
     """An image that a fetcher has to get."""
 
     kind: ClassVar[str] = "url"
-    url: str
+    url: str  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
     path: str = ""
 
@@ -79,12 +85,10 @@ class BytesImageSource(msgspec.Struct, ImageSource, frozen=True):
     """The bytes of an image file (PNG, JPEG, GIF or WebP)."""
 
     kind: ClassVar[str] = "bytes"
-    data: bytes
+    data: bytes  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
     path: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.data, (bytes, bytearray, memoryview)):
-            raise TypeError(f"argument 'data' must be bytes, not {type(self.data).__name__}")
-        force_setattr(self, "data", bytes(self.data))
+        force_setattr(self, "data", _copied_bytes(self.data))
         _check(self.detail, self.path)

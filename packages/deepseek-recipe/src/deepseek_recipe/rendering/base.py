@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepseek_recipe import protocol_data
-from deepseek_recipe.checks import require_str
+from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.conversation import Conversation, ToolCall, ToolDefinition
-from deepseek_recipe.json_text import JsonTextError, loads
+from deepseek_recipe.json_text import JsonTextError, is_object, loads
 from deepseek_recipe.rendering.prompt import PromptBuilder, RenderedPrompt
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialToken, SpecialTokens
 
@@ -54,8 +54,7 @@ class PromptEncoding(ABC):
 
     def with_special_tokens(self, special_tokens: SpecialTokens) -> Self:
         """A copy that writes the spellings of `special_tokens`."""
-        if not isinstance(special_tokens, SpecialTokens):
-            raise TypeError(f"argument 'special_tokens' must be SpecialTokens, not {type(special_tokens).__name__}")
+        require_instance("special_tokens", special_tokens, SpecialTokens)
         copy = type(self)()
         copy._tokenizer = self._tokenizer
         copy._use_spellings(special_tokens)
@@ -63,8 +62,7 @@ class PromptEncoding(ABC):
 
     def render_conversation(self, conversation: Conversation) -> RenderedPrompt:
         """The prompt of `conversation`: text, the ranges of its special tokens, its images in order."""
-        if not isinstance(conversation, Conversation):
-            raise TypeError(f"argument 'conversation' must be a Conversation, not {type(conversation).__name__}")
+        require_instance("conversation", conversation, Conversation)
         out = PromptBuilder(self._image)
         self._write(conversation, out)
         return out.finish()
@@ -193,7 +191,7 @@ class PromptEncoding(ABC):
             arguments = loads(text)
         except JsonTextError:
             arguments = None
-        if not isinstance(arguments, dict):
+        if not is_object(arguments):
             return [("arguments", "true", text)]
         to_text = type(self).spaced_json
         return [(k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items()]

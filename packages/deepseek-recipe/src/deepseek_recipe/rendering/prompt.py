@@ -66,7 +66,7 @@ class RenderedPrompt:
 class PromptBuilder:
     """Collects text and special tokens in the order in which they are written."""
 
-    __slots__ = ("_image_spelling", "_image_sources", "_is_special", "_plain", "_segments")
+    __slots__ = ("_image_sources", "_image_spelling", "_is_special", "_plain", "_segments")
 
     def __init__(self, image_spelling: str) -> None:
         self._segments: list[str] = []

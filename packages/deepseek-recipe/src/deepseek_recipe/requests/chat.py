@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import require_instance
 from deepseek_recipe.conversation import (
     AssistantMessage,
     Conversation,
@@ -79,7 +80,7 @@ class ChatCompletionRequest(ProtocolRequest[wire.ChatBody]):
         return self._peek().model
 
     def convert(self, options: ConversionOptions) -> ConversationRequest:
-        """The conversation, the engine's options and how to read the output; ConversionError says what cannot be done."""
+        """Conversation, engine options and how to read the output; ConversionError says what cannot be done."""
         return self._consume(options, _convert)
 
     @staticmethod
@@ -87,8 +88,7 @@ class ChatCompletionRequest(ProtocolRequest[wire.ChatBody]):
         """The generator of the events that answer a converted request."""
         from deepseek_recipe.streaming.chat import ChatCompletionChunkGenerator
 
-        if not isinstance(request, ConversationRequest):
-            raise TypeError(f"argument 'request' must be a ConversationRequest, not {type(request).__name__}")
+        require_instance("request", request, ConversationRequest)
         return ChatCompletionChunkGenerator(
             id,
             model,
@@ -116,7 +116,7 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     if tools_active:
         constraint = tools_constraint(tools, required=required, thinking=thinking, version=version, parallel=parallel)
     max_tokens = merged_max_tokens(body) if extended else body.max_tokens
-    inference = {
+    inference: dict[str, Any] = {
         "max_tokens": resolve_max_tokens(max_tokens, "max_tokens", thinking, options, clamp=False),
         "temperature": resolve_temperature(body.temperature, thinking),
         "top_p": resolve_top_p(body.top_p, thinking, version, tools_active=tools_active),
@@ -247,7 +247,7 @@ class _Messages:
             if isinstance(turn, wire.ToolTurn):
                 if turn.tool_call_id not in open_ids:
                     raise ConversionError(
-                        f"{path[1:]}.tool_call_id: {turn.tool_call_id!r} answers no open call of the assistant message before"
+                        f"{path[1:]}.tool_call_id: {turn.tool_call_id!r} answers no open call before it"
                     )
                 open_ids.remove(turn.tool_call_id)
             elif open_ids:
@@ -282,7 +282,7 @@ class _Messages:
         content = self._content(turn.content, path)
         if content.sources:
             raise ConversionError(f"{path}: images in assistant messages are not supported")
-        calls = turn.tool_calls and [ToolCall(c.id, c.function.name, c.function.arguments) for c in turn.tool_calls]
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in turn.tool_calls or ()] or None
         return AssistantMessage(content.text, turn.reasoning_content, calls, bool(turn.prefix))
 
     def _content(self, content: str | list[Any] | None, path: str) -> ContentBuilder:

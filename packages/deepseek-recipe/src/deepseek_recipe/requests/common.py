@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from deepseek_recipe.conversation import AssistantMessage, Conversation, Effort, Message, ToolDefinition, UserMessage
+from deepseek_recipe.conversation import AssistantMessage, Effort, Message, ToolDefinition, UserMessage
 from deepseek_recipe.enums import ModelVersion, ReasoningContentBehavior, ThinkingInitialStage
 from deepseek_recipe.errors import ConversionError
-from deepseek_recipe.json_text import TrustedJson, compact
+from deepseek_recipe.json_text import TrustedJson, compact, is_object
 from deepseek_recipe.requests.options import ConversionOptions
 from deepseek_recipe.requests.result import OutputConstraint
 from deepseek_recipe.requests.wire import as_f32
@@ -196,8 +196,8 @@ def _checked_parameters(spec: ToolSpec) -> Any:
         return {}
     parameters = spec.parameters
     check_schema(parameters)
-    if not isinstance(parameters, dict) or parameters.get("type") != "object":
-        given = parameters.get("type") if isinstance(parameters, dict) else parameters
+    if not is_object(parameters) or parameters.get("type") != "object":
+        given = parameters.get("type") if is_object(parameters) else parameters
         raise SchemaError(f'the type must be "object", not {compact(given)}')
     return parameters
 

@@ -28,7 +28,7 @@ class ResponsesEcho(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: dict[str, Any] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
     text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}, "verbosity": None})
     tool_choice: str | dict[str, Any] = "auto"
-    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [])  # noqa: PIE807 - pyright needs the type
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -57,7 +57,7 @@ class ReplySettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the events of a reply need of the request: its echo, and which calls take a form of their own."""
 
     echo: ResponsesEcho = msgspec.field(default_factory=ResponsesEcho)
-    namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
+    namespaces: dict[str, tuple[str, str]] = {}
     custom_tools: frozenset[str] = frozenset()
     searches_tools: bool = False
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepseek_recipe.checks import require_instance
 from deepseek_recipe.conversation import Conversation, Message, SystemMessage, ToolDefinition
+from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.requests import wire_messages as wire
 from deepseek_recipe.requests.common import (
-    Thinking,
     ToolChoice,
     ToolSpec,
     check_tool_name,
@@ -35,7 +36,6 @@ from deepseek_recipe.requests.messages_blocks import BlockConverter
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest, with_native_error
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions
-from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class MessagesRequest(ProtocolRequest[wire.MessagesBody]):
         return self._peek().model
 
     def convert(self, options: ConversionOptions) -> ConversationRequest:
-        """The conversation, the engine's options and how to read the output; ConversionError says what cannot be done."""
+        """Conversation, engine options and how to read the output; ConversionError says what cannot be done."""
 
         def work(body: wire.MessagesBody, options: ConversionOptions, extended: bool) -> ConversationRequest:
             return with_native_error(options, lambda: _convert(body, self._tools, options, extended))
@@ -76,8 +76,7 @@ class MessagesRequest(ProtocolRequest[wire.MessagesBody]):
         """The generator of the events that answer a converted request."""
         from deepseek_recipe.streaming.messages import MessagesChunkGenerator
 
-        if not isinstance(request, ConversationRequest):
-            raise TypeError(f"argument 'request' must be a ConversationRequest, not {type(request).__name__}")
+        require_instance("request", request, ConversationRequest)
         return MessagesChunkGenerator(id, model, request.conversation.thinking_mode)
 
 
@@ -104,7 +103,7 @@ def _convert(
     if active:
         parallel = not (extended and getattr(body.tool_choice, "disable_parallel_tool_use", None) is True)
         constraint = tools_constraint(active, required=required, thinking=thinking, version=version, parallel=parallel)
-    inference = {
+    inference: dict[str, Any] = {
         "max_tokens": resolve_max_tokens(body.max_tokens, "max_tokens", thinking, options, clamp=True),
         "temperature": resolve_temperature(body.temperature, thinking),
         "top_p": resolve_top_p(body.top_p, thinking, version, tools_active=bool(active)),

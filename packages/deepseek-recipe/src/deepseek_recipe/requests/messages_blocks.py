@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deepseek_recipe import protocol_data
@@ -100,13 +101,13 @@ class BlockConverter:
             if isinstance(block, wire.ToolResultBlock):
                 raise ConversionError(f"{path}.content[{index}]: tool_result blocks must come first in their message")
             part_path = f"{path}.content[{index}]"
-            content = self._content([block], part_path, lambda _, place=part_path: place)
+            content = self._content([block], part_path, partial(_only_place, part_path))
             out.append(UserMessage(content.text, content.sources, content.image_token, content.offsets))
         if self._referenced:
             names = dict.fromkeys(self._referenced)
             known = [self._active[name] for name in names if name in self._active]
             if known and not self._is_pro:
-                out.append(SystemMessage("", None, known))
+                out.append(SystemMessage("", [], known))
             self._referenced = []
 
     def _tool_result(self, block: wire.ToolResultBlock, path: str) -> ToolMessage:
@@ -163,7 +164,7 @@ class BlockConverter:
 
     # ---- content -----------------------------------------------------------------------------------------------------
 
-    def _content(self, parts: Sequence[Any], path: str, part_path: Any) -> ContentBuilder:
+    def _content(self, parts: Sequence[Any], path: str, part_path: Callable[[int], str]) -> ContentBuilder:
         out = ContentBuilder(self._image, tracks_offsets=self._extended)
         for index, part in enumerate(parts):
             if isinstance(part, wire.ImageBlock):
@@ -178,6 +179,11 @@ class BlockConverter:
             else:
                 out.add_text(_text_of(part))
         return out
+
+
+def _only_place(place: str, index: int) -> str:
+    del index  # a message of one part
+    return place
 
 
 def _text_of(block: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from deepseek_recipe.checks import require_bool, require_int_in, require_str
+from deepseek_recipe.checks import require_bool, require_instance, require_int_in, require_str
 from deepseek_recipe.enums import ModelVersion, ReasoningContentBehavior, WebSearchBehavior
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialTokens
 
@@ -45,15 +45,15 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_bool("default_thinking_mode", self.default_thinking_mode)
-        _require_instance("reasoning_content_behavior", self.reasoning_content_behavior, ReasoningContentBehavior)
-        _require_instance("responses_web_search", self.responses_web_search, WebSearchBehavior)
-        _require_instance("messages_web_search", self.messages_web_search, WebSearchBehavior)
-        _require_instance("special_tokens", self.special_tokens, SpecialTokens)
+        require_instance("reasoning_content_behavior", self.reasoning_content_behavior, ReasoningContentBehavior)
+        require_instance("responses_web_search", self.responses_web_search, WebSearchBehavior)
+        require_instance("messages_web_search", self.messages_web_search, WebSearchBehavior)
+        require_instance("special_tokens", self.special_tokens, SpecialTokens)
         for name in ("thinking_max_tokens_upper_bound", "non_thinking_max_tokens_upper_bound"):
             require_int_in(name, getattr(self, name), 0, _U32_MAX)
         for name, version in self.model_versions_by_name.items():
             require_str("model name", name)
-            _require_instance("model_version", version, ModelVersion)
+            require_instance("model_version", version, ModelVersion)
         force_setattr(self, "model_versions_by_name", dict(self.model_versions_by_name))
         if self.dialect not in ("strict", "extended"):
             raise ValueError(f"invalid dialect {self.dialect!r}; expected strict or extended")
@@ -95,8 +95,3 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
     def with_non_thinking_max_tokens_upper_bound(self, value: int) -> ConversionOptions:
         """A copy with another bound on the requested tokens when not thinking."""
         return replace(self, non_thinking_max_tokens_upper_bound=value)
-
-
-def _require_instance(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"argument {name!r} must be a {kind.__name__}, not {type(value).__name__}")

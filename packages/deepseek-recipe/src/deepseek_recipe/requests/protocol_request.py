@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from deepseek_recipe.checks import require_instance
 from deepseek_recipe.errors import ConversionError, anthropic_error_body
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.result import ConversationRequest
@@ -38,8 +39,7 @@ class ProtocolRequest(Generic[_Body]):
     def _consume(
         self, options: ConversionOptions, convert: Callable[[_Body, ConversionOptions, bool], ConversationRequest]
     ) -> ConversationRequest:
-        if not isinstance(options, ConversionOptions):
-            raise TypeError(f"argument 'options' must be ConversionOptions, not {type(options).__name__}")
+        require_instance("options", options, ConversionOptions)
         body = self._peek()
         self._body = None
         return convert(body, options, self._is_extended(options))

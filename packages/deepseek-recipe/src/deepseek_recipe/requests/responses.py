@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from deepseek_recipe.checks import require_instance
 from deepseek_recipe.conversation import Conversation, Message, SystemMessage, UserMessage
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.requests import wire_responses as wire
@@ -96,7 +97,7 @@ class ResponsesRequest(ProtocolRequest[wire.ResponsesBody]):
         return echo_of(self._parsed.fields, self._parsed.tools)
 
     def convert(self, options: ConversionOptions) -> ConversationRequest:
-        """The conversation, the engine's options and how to read the output; ConversionError says what cannot be done."""
+        """Conversation, engine options and how to read the output; ConversionError says what cannot be done."""
         return self._consume(options, lambda _, options, extended: _convert(self._parsed, options, extended))
 
     @staticmethod
@@ -104,8 +105,7 @@ class ResponsesRequest(ProtocolRequest[wire.ResponsesBody]):
         """The generator of the events that answer a converted request."""
         from deepseek_recipe.streaming.responses import ResponsesChunkGenerator
 
-        if not isinstance(request, ConversationRequest):
-            raise TypeError(f"argument 'request' must be a ConversationRequest, not {type(request).__name__}")
+        require_instance("request", request, ConversationRequest)
         settings = request.reply_settings
         generator = ResponsesChunkGenerator(
             id,
@@ -139,7 +139,7 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     if tools:
         parallel = not (extended and body.parallel_tool_calls is False)
         constraint = tools_constraint(tools, required=required, thinking=thinking, version=version, parallel=parallel)
-    inference = {
+    inference: dict[str, Any] = {
         "max_tokens": resolve_max_tokens(body.max_output_tokens, "max_output_tokens", thinking, options, clamp=False),
         "temperature": resolve_temperature(body.temperature, thinking),
         "top_p": resolve_top_p(body.top_p, thinking, version, tools_active=bool(tools)),

@@ -88,7 +88,7 @@ class ItemConverter:
         for index, names in reversed(self._found_at):
             known = [tools[name] for name in names if name in tools]
             if known:
-                messages[index] = SystemMessage("", None, known)
+                messages[index] = SystemMessage("", [], known)
             else:
                 del messages[index]
 

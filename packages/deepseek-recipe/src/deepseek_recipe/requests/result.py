@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from deepseek_recipe.checks import require_int_in
+from deepseek_recipe.checks import require_instance, require_int_in
 from deepseek_recipe.conversation import Conversation
 from deepseek_recipe.enums import ModelVersion
 from deepseek_recipe.errors import ConversionError
@@ -70,10 +70,8 @@ class ConversationRequest:
     """A request as an engine sees it. Built directly it has no inference options and default parsing options."""
 
     def __init__(self, conversation: Conversation, model_version: ModelVersion) -> None:
-        if not isinstance(conversation, Conversation):
-            raise TypeError(f"argument 'conversation' must be a Conversation, not {type(conversation).__name__}")
-        if not isinstance(model_version, ModelVersion):
-            raise TypeError(f"argument 'model_version' must be a ModelVersion, not {type(model_version).__name__}")
+        require_instance("conversation", conversation, Conversation)
+        require_instance("model_version", model_version, ModelVersion)
         self._conversation = conversation
         self._model_version = model_version
         self._inference_options = InferenceOptions()

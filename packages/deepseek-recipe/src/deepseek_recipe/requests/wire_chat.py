@@ -202,5 +202,6 @@ class ChatBody(msgspec.Struct):
 class ExtendedChatBody(ChatBody, kw_only=True):
     """A whole body with what only the extended dialect parses: the developer role and signed seeds."""
 
-    messages: list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn | ReminderTurn]
+    # A wider type than the base's: it only reads more.
+    messages: list[SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn | ReminderTurn]  # pyright: ignore[reportIncompatibleVariableOverride]
     seed: int | None = None

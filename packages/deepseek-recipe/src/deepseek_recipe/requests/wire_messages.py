@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deepseek_recipe.json_text import is_object
 from deepseek_recipe.requests.wire import U32, U64, EffortWord, TextPart, parse_value
 
 __all__ = ["ExtendedMessagesBody", "MessagesBody", "parse_tool"]
@@ -230,9 +231,10 @@ class MessagesBody(msgspec.Struct):
 class ExtendedMessagesBody(MessagesBody, kw_only=True):
     """A whole body with the blocks that only the extended dialect parses."""
 
-    messages: list[ExtendedTurn]
+    # A wider type than the base's: it only reads more.
+    messages: list[ExtendedTurn]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def parse_tool(value: Any, path: str) -> Tool | HostedTool:
     """The tool at `path`: one with a `type` is hosted, whatever the type."""
-    return parse_value(value, HostedTool if isinstance(value, dict) and "type" in value else Tool, path)
+    return parse_value(value, HostedTool if is_object(value) and "type" in value else Tool, path)

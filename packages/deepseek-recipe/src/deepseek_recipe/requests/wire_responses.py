@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from deepseek_recipe.images.sources import Detail
+from deepseek_recipe.json_text import is_object
 from deepseek_recipe.requests.wire import U8, U32, EffortWord, parse_value
 
 __all__ = ["ResponsesBody", "parse_item", "parse_tool"]
@@ -147,7 +148,7 @@ class NamespaceTool(msgspec.Struct, tag="namespace", tag_field="type"):
 
     name: str
     description: str | None = None
-    tools: list[FunctionTool | CustomTool] = msgspec.field(default_factory=list)
+    tools: list[FunctionTool | CustomTool] = []
 
 
 class ToolSearchTool(msgspec.Struct, tag="tool_search", tag_field="type"):
@@ -281,7 +282,7 @@ def parse_tool(value: Any, path: str) -> Tool | None:
 
 
 def _kind(value: Any, path: str, *, default: str | None) -> str:
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise ValueError(f"invalid request body: {path}: expected an object, got {type(value).__name__}")
     kind = value.get("type", default)
     if not isinstance(kind, str):

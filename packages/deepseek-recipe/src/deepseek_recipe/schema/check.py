@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from deepseek_recipe.json_text import compact
+from deepseek_recipe.json_text import compact, is_array, is_object
 from deepseek_recipe.schema.ecma_regex import check_pattern
 
 __all__ = ["MAX_NODES", "SchemaError", "check_schema"]
@@ -76,7 +76,7 @@ class _Check:
 
     def schema(self, value: Any, path: _Path, base: str) -> None:
         """Checks `value` as a schema."""
-        if isinstance(value, dict):
+        if is_object(value):
             self._num_nodes += 1
             if self._num_nodes > MAX_NODES:
                 raise SchemaError(f"more than {MAX_NODES} subschemas")
@@ -143,15 +143,15 @@ _MISSING = object()
 
 
 def _step(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
+    if is_object(value):
         return value.get(name, _MISSING)
-    if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+    if is_array(value) and name.isdecimal() and int(name) < len(value):
         return value[int(name)]
     return _MISSING
 
 
 def _draft_of(schema: Any) -> int:
-    declared = schema.get("$schema") if isinstance(schema, dict) else None
+    declared = schema.get("$schema") if is_object(schema) else None
     if not isinstance(declared, str):
         return 2020
     draft = _DRAFTS.get(declared.rstrip("#"))
@@ -181,15 +181,15 @@ def _schema_or_bool(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 
 def _schemas(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, list) or not value:
+    if not is_array(value) or not value:
         check.fail(value, path, "a non-empty array of schemas")
     for index, item in enumerate(value):
         check.schema(item, (path, index), base)
 
 
 def _schema_or_schemas(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if isinstance(value, list):
-        if not value and check.draft == 4:
+    if is_array(value):
+        if not value:
             check.fail(value, path, "a schema or a non-empty array of schemas")
         for index, item in enumerate(value):
             check.schema(item, (path, index), base)
@@ -198,7 +198,7 @@ def _schema_or_schemas(check: _Check, value: Any, path: _Path, base: str) -> Non
 
 
 def _schema_map(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, dict):
+    if not is_object(value):
         check.fail(value, path, "an object of schemas")
     for name, item in value.items():
         check.schema(item, (path, name), base)
@@ -211,30 +211,30 @@ def _pattern_map(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 
 def _string_list(check: _Check, value: Any, path: _Path, base: str) -> None:
-    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    strings = is_array(value) and all(isinstance(item, str) for item in value)
     if not strings or len(set(value)) != len(value) or (check.draft == 4 and not value):
         check.fail(value, path, "an array of different strings")
 
 
 def _string_list_map(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, dict):
+    if not is_object(value):
         check.fail(value, path, "an object of arrays of strings")
     for name, item in value.items():
         _string_list(check, item, (path, name), base)
 
 
 def _dependencies(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, dict):
+    if not is_object(value):
         check.fail(value, path, "an object of schemas or arrays of strings")
     for name, item in value.items():
-        rule = _string_list if isinstance(item, list) else _schema
+        rule = _string_list if is_array(item) else _schema
         rule(check, item, (path, name), base)
 
 
 def _type(check: _Check, value: Any, path: _Path, base: str) -> None:
     if isinstance(value, str) and value in _TYPES:
         return
-    names = isinstance(value, list) and value and all(isinstance(item, str) and item in _TYPES for item in value)
+    names = is_array(value) and value and all(isinstance(item, str) and item in _TYPES for item in value)
     if not names or len(set(value)) != len(value):
         check.fail(value, path, f"one of {', '.join(sorted(_TYPES))}, or an array of different ones")
 
@@ -250,7 +250,7 @@ def _boolean(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 
 def _array(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, list):
+    if not is_array(value):
         check.fail(value, path, "an array")
 
 
@@ -273,7 +273,7 @@ def _positive(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 def _count(check: _Check, value: Any, path: _Path, base: str) -> None:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, float) and math.isfinite(value) and check.draft != 4:  # draft 4 has no integer 2.0
         is_integer = value.is_integer()
     if not is_integer or value < 0:
         check.fail(value, path, "an integer from 0 up")
@@ -298,12 +298,12 @@ def _anchor(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 def _identifier(check: _Check, value: Any, path: _Path, base: str) -> None:
     _string(check, value, path, base)
-    if check.draft >= 2019 and urldefrag(value).fragment:
+    if check.draft >= 2019 and urldefrag(str(value)).fragment:
         check.fail(value, path, "a URI without a fragment")
 
 
 def _vocabulary(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, dict) or not all(isinstance(item, bool) for item in value.values()):
+    if not is_object(value) or not all(isinstance(item, bool) for item in value.values()):
         check.fail(value, path, "an object of booleans")
 
 

@@ -122,9 +122,9 @@ class _Reader:
                 second, problem = self._class_item()
                 if problem is not None:
                     return problem
-                if first in (None, "set") or second == "set":
+                if first is None or first == "set" or second == "set":
                     return f"a range with a set at {item_at}"
-                if first is not None and len(first) == len(second) == 1 and first > second:
+                if len(first) == len(second) == 1 and first > second:
                     return f"a range out of order at {item_at}"
                 previous = "range"
                 continue

@@ -8,20 +8,20 @@ r"""Output constraints as grammars that an engine can enforce.
     a parameter of type string      "<" D "parameter name=\"p\" string=\"true\">" raw text up to "</" D "parameter>\n"
     a parameter of another type     "<" D "parameter name=\"p\" string=\"false\">" JSON of its schema "</" D ...
 
-Parameters come in the order of `properties`; required ones must, the others may appear; behind them anything goes unless
-`additionalProperties` is false. As a special token D cannot occur inside text, so raw strings need no escaping.
+Parameters come in the order of `properties`; required ones must, the others may appear; behind them anything goes
+unless `additionalProperties` is false. As a special token D cannot occur inside text, so raw strings need no escaping.
 `format` is an annotation, as JSON Schema has it.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from deepseek_recipe.enums import ModelVersion
-from deepseek_recipe.json_text import compact, loads
+from deepseek_recipe.json_text import compact, is_object, loads
 from deepseek_recipe.protocol_data import V4_DSML_TAGS, V41_DSML_TAGS, DsmlTags
 from deepseek_recipe.schema.check import SchemaError
 from deepseek_recipe.tokens import SpecialToken
@@ -105,7 +105,7 @@ class _CallGrammar:
     def _call(self, index: int, function: dict[str, Any]) -> str:
         invoke, marker = self._tags.invoke, self._marker
         schema = function["parameters"]
-        root = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+        root: dict[str, Any] = schema if is_object(schema) else {}
         rule = f"call_{index}"
         parameters = self._parameters(rule, root)
         opening = _quoted(f'{invoke} name="{function["name"]}">\n')
@@ -118,9 +118,9 @@ class _CallGrammar:
 
     def _parameters(self, rule: str, root: dict[str, Any]) -> str:
         properties: dict[str, Any] = root.get("properties") or {}
-        required = set(root.get("required") or ())
+        required: set[str] = set(root.get("required") or ())
         if unknown := required - set(properties):
-            properties = {**properties, **{name: True for name in sorted(unknown)}}
+            properties = {**properties, **dict.fromkeys(sorted(unknown), True)}
         parts: list[str] = []
         for number, (name, schema) in enumerate(properties.items()):
             parameter = f"{rule}_p{number}"
@@ -204,7 +204,7 @@ def _anchored(pattern: str) -> str:
 def _resolved(schema: Any, root: dict[str, Any]) -> Any:
     """A schema behind its local references."""
     for _ in range(_MAX_REF_STEPS):
-        if not isinstance(schema, dict) or "$ref" not in schema:
+        if not is_object(schema) or "$ref" not in schema:
             return schema
         reference = schema["$ref"]
         if not reference.startswith("#"):
@@ -212,7 +212,7 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
         value: Any = root
         for step in reference.removeprefix("#").split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(value, dict) or name not in value:
+            if not is_object(value) or name not in value:
                 raise SchemaError(f"the reference {reference!r} points at nothing")
             value = value[name]
         schema = value

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepseek_recipe.json_text import compact
+from deepseek_recipe.json_text import compact, is_array, is_object
 from deepseek_recipe.schema.check import MAX_NODES, SchemaError
 
 __all__ = ["strict_parameters", "strict_schema"]
@@ -52,7 +52,7 @@ def strict_schema(schema: Any) -> dict[str, Any]:
 
 
 def _top_object(schema: Any, *, may_be_empty: bool) -> dict[str, Any]:
-    if not isinstance(schema, dict) or schema.get("type") != "object":
+    if not is_object(schema) or schema.get("type") != "object":
         raise SchemaError('a strict schema must be of type "object" at the top')
     return _Normalizer().object(schema, "#", may_be_empty=may_be_empty)
 
@@ -66,10 +66,10 @@ class _Normalizer:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise SchemaError(f"more than {MAX_NODES} subschemas")
-        if not isinstance(schema, dict):
+        if not is_object(schema):
             raise SchemaError(f"{path} must be an object, not {compact(schema)[:60]}")
         kind = schema.get("type")
-        if isinstance(kind, list):
+        if is_array(kind):
             return self._type_list(schema, path)
         if "type" in schema:
             return self._typed(schema, kind, path)
@@ -81,8 +81,8 @@ class _Normalizer:
 
     def object(self, schema: dict[str, Any], path: str, *, may_be_empty: bool) -> dict[str, Any]:
         """The normal form of an object."""
-        properties = schema.get("properties")
-        properties = {} if properties is None else _typed_value(schema, "properties", dict, path)
+        given = schema.get("properties")
+        properties: dict[str, Any] = {} if given is None else _typed_value(schema, "properties", dict, path)
         if not properties and not may_be_empty:
             raise SchemaError(f"{path} is an object without properties")
         if schema.get("additionalProperties") not in (None, False):
@@ -125,7 +125,7 @@ class _Normalizer:
 
     def _option(self, schema: Any, path: str) -> dict[str, Any]:
         """The normal form of a member of anyOf, which must have one type."""
-        if not isinstance(schema, dict) or not isinstance(schema.get("type"), str):
+        if not is_object(schema) or not isinstance(schema.get("type"), str):
             raise SchemaError(f"{path} must be an object with one type")
         return self.node(schema, path)
 
@@ -181,7 +181,7 @@ def _check_required(required: Any, names: list[str], path: str) -> None:
     """`required`, where given, must name every property once and nothing else."""
     if required is None:
         return
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+    if not is_array(required) or not all(isinstance(name, str) for name in required):
         raise SchemaError(f"{path}/required must be an array of strings")
     if sorted(required) != sorted(names):
         raise SchemaError(f"{path}/required must list every property exactly once: {', '.join(names)}")

@@ -30,6 +30,7 @@ from deepinfer_core.config.scheduler import CacheConfig, PrefixReplay, Scheduler
 from deepinfer_core.errors import ConfigError
 
 __all__ = [
+    "CpuKernels",
     "EngineConfig",
     "ExpertBalanceConfig",
     "ParallelConfig",
@@ -41,6 +42,7 @@ __all__ = [
 
 Accelerator = Literal["cpu", "nvidia", "ascend"]
 EngramStorage = Literal["memory", "disk", "device"]
+CpuKernels = Literal["auto", "native", "reference"]
 ModelDtype = Literal["float32", "bfloat16"]
 
 _MAX_PATH_CHARS = 4_096
@@ -99,6 +101,7 @@ class EngineConfig:
     batch_invariant: bool = False  # refuse to start with a kernel that does not promise batch invariance
     logprobs_mode: LogprobsMode = "raw"  # "processed" = of the logits after penalties, temperature and filters
     enforce_eager: bool = False  # no captured graphs
+    cpu_kernels: CpuKernels = "auto"  # "native" = an error where they can't be compiled; "reference" = plain torch
     jit_cache_dir: str | None = None  # where compiled kernels are kept; None = the user's cache folder
     engram_storage: EngramStorage = "memory"  # where Engram tables live
     quiet: bool = False  # no table of settings and no progress bars
@@ -121,6 +124,7 @@ class EngineConfig:
         for name in ("deterministic", "batch_invariant", "enforce_eager", "quiet"):
             check_flag(name, getattr(self, name), ConfigError)
         check_choice("logprobs_mode", self.logprobs_mode, typing.get_args(LogprobsMode), ConfigError)
+        check_choice("cpu_kernels", self.cpu_kernels, typing.get_args(CpuKernels), ConfigError)
         check_choice("engram_storage", self.engram_storage, typing.get_args(EngramStorage), ConfigError)
         if self.deterministic and self.speculation.verification == "ratio":
             raise ConfigError(

@@ -73,6 +73,8 @@ class Kernels:
     engram_rows: Callable[..., Tensor]
     engram_gate: Callable[..., Tensor]
     markov_step: Callable[..., tuple[Tensor, Tensor]]
+    # no operation: rows of a step come in multiples of this, 1 where every operation takes any number without waste
+    row_multiple: int = 8
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,9 @@ _FLOAT32_TOLERANCES = {
     "index_scores": 1e-4,
     "markov_step": 1e-4,
 }
-OPS: Mapping[str, OpContract] = {spec.name: _contract(spec.name) for spec in fields(Kernels)}
+OPS: Mapping[str, OpContract] = {
+    spec.name: _contract(spec.name) for spec in fields(Kernels) if spec.name != "row_multiple"
+}
 
 
 # ---- providers ------------------------------------------------------------------------------------------------------

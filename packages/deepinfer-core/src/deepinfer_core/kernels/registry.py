@@ -3,21 +3,28 @@
     DEEPINFER_ACCELERATOR=cpu|nvidia|ascend   names it; one that cannot run is an error, never a silent CPU run
     unset                                     the one provider whose probe succeeds, else cpu; two are an error
 
+On the CPU the native kernels (`native/`) fill the table where they can be built, else the reference does.
+
 Importing this module looks at nothing; `choose_provider` runs the probes, which make no device context.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
+from deepinfer_core.config.engine import CpuKernels
+from deepinfer_core.config.env import read_text
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import OPS, Capability, KernelProvider, Kernels, Unavailable
+from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.reference import REFERENCE
 
 __all__ = [
@@ -27,8 +34,11 @@ __all__ = [
     "ProviderStatus",
     "build_kernels",
     "choose_provider",
+    "native_status",
     "provider_statuses",
 ]
+
+_log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "deepinfer.kernels"
 _REFERENCE_NAMES = ("cpu", "reference")
@@ -84,28 +94,70 @@ def choose_provider(requested: str | None, statuses: list[ProviderStatus] | None
     return _choice(usable[0])
 
 
-def build_kernels(choice: KernelChoice, config: ModelConfig, dtype: torch.dtype) -> tuple[Kernels, list[OpSource]]:
-    """The table for one model: the provider's function where one takes the shapes, else the reference's."""
-    loaded: Mapping[str, Callable[..., Any]] = {} if choice.provider is None else choice.provider.load()
+def build_kernels(
+    choice: KernelChoice,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    cpu_kernels: CpuKernels = "auto",
+    cache_dir: str | None = None,
+) -> tuple[Kernels, list[OpSource]]:
+    """The table for one model: the provider's function where one takes the shapes, else the reference's.
+
+    On the CPU `cpu_kernels` says whether the native kernels run: "auto" where they can be built (the reason why not is
+    logged and stands in the sources), "native" raises KernelError where they cannot, "reference" leaves them out.
+    `cache_dir` keeps what is compiled; None = DEEPINFER_JIT_CACHE_DIR or the user's cache folder.
+    """
+    provider, why_none = choice.provider, "no provider is chosen"
+    if choice.device == "cpu" and provider is None:
+        provider, why_none = _native(cpu_kernels, cache_dir)
+    loaded: Mapping[str, Callable[..., Any]] = {} if provider is None else provider.load()
     unknown = sorted(set(loaded) - set(OPS))
-    if unknown:
+    if provider is not None and unknown:
         raise KernelError(
-            f"provider {choice.name} offers operations that the contract does not have: {', '.join(unknown)}"
+            f"provider {provider.name} offers operations that the contract does not have: {', '.join(unknown)}"
         )
     table: dict[str, Callable[..., Any]] = {}
     sources: list[OpSource] = []
-    for spec in fields(Kernels):
-        op = spec.name
-        why_not = "not offered by the provider" if choice.provider is not None else "no provider is chosen"
-        if choice.provider is not None and op in loaded:
-            why_not = choice.provider.unsupported(op, config, dtype)
-        if op in loaded and why_not is None:
+    for op in OPS:
+        why_not = why_none if provider is None else "not offered by the provider"
+        if provider is not None and op in loaded:
+            why_not = provider.unsupported(op, config, dtype)
+        if provider is not None and why_not is None:
             table[op] = loaded[op]
-            sources.append(OpSource(op, choice.name, "offered by the provider"))
+            sources.append(OpSource(op, provider.name, "offered by the provider"))
         else:
             table[op] = getattr(REFERENCE, op)
             sources.append(OpSource(op, "reference", why_not or ""))
-    return Kernels(**table), sources
+    # The reference is exact for any number of rows but pads to its tiles in every call; native code needs no tiles.
+    only_native = all(source.provider == NativeProvider.name for source in sources)
+    return Kernels(**table, row_multiple=1 if only_native else REFERENCE.row_multiple), sources
+
+
+def native_status(cache_dir: str | None = None) -> ProviderStatus:
+    """The native CPU kernels and whether a compiler is there for them."""
+    provider = NativeProvider(cache_dir or read_text("DEEPINFER_JIT_CACHE_DIR"))
+    return ProviderStatus(provider.name, provider, provider.probe())
+
+
+def _native(cpu_kernels: CpuKernels, cache_dir: str | None) -> tuple[KernelProvider | None, str]:
+    """The native provider, compiled; or None and the reason."""
+    if cpu_kernels == "reference":
+        return None, "cpu_kernels is 'reference'"
+    provider = NativeProvider(cache_dir or read_text("DEEPINFER_JIT_CACHE_DIR"))
+    try:
+        provider.load()
+    except KernelError as error:
+        if cpu_kernels == "native":
+            raise KernelError(f"cpu_kernels is 'native' and the native kernels cannot be used: {error}") from error
+        _log_once(f"the reference kernels run, several times slower than native ones: {error}")
+        return None, f"native kernels: {error}"
+    return provider, ""
+
+
+@cache
+def _log_once(message: str) -> None:
+    _log.warning(message)
 
 
 def _status(entry: EntryPoint) -> ProviderStatus:

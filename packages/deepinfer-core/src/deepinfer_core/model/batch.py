@@ -6,7 +6,7 @@
 
 A window key of position p is read from the scratch rows if p is a row of this step in the same set, else from the
 slot's ring; ring positions at or above the first row of the segment are never read, so what rejected drafts left there
-does no harm. Rows are padded to a multiple of 8; padding rows see nothing and write to trash rows.
+does no harm. Rows are padded to the multiple that the kernels want; padding rows see nothing and write to trash rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource, Write
 
 __all__ = ["Batch", "RingCommit", "RowSet", "build_batch", "window_rows"]
 
-_ROW_MULTIPLE = 8
 _NOTHING_VISIBLE = 2**62
 
 
@@ -113,7 +112,11 @@ class _Builder:
         rows = plan.num_rows
         self.segment_of = np.repeat(np.arange(plan.num_segments), np.diff(plan.segment_start))  # [R]
         self.row_slot = plan.segment_slot[self.segment_of]
-        self.padded = max(-(-max(rows, plan.padded_rows) // _ROW_MULTIPLE) * _ROW_MULTIPLE, _ROW_MULTIPLE)
+        self.padded = self.up_to_multiple(max(rows, plan.padded_rows, 1))
+
+    def up_to_multiple(self, rows: int) -> int:
+        """`rows` and the padding that the kernels want."""
+        return -(-rows // self.kernels.row_multiple) * self.kernels.row_multiple
 
     def tensor(self, array: np.ndarray[Any, Any], fill: int = 0, length: int | None = None) -> Tensor:
         """[R, ...] array as an int64 tensor with rows appended up to the padded length."""
@@ -230,8 +233,7 @@ class _Builder:
         return np.flatnonzero(held | (plan.row_position >= plan.segment_decoder_from[self.segment_of]))
 
     def _padded_indices(self, kept: np.ndarray[Any, Any]) -> Tensor:
-        length = -(-len(kept) // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        return self.tensor(kept, fill=int(kept[0]), length=length)
+        return self.tensor(kept, fill=int(kept[0]), length=self.up_to_multiple(len(kept)))
 
     def _sample_rows(self, kept: np.ndarray[Any, Any]) -> Tensor:
         wanted = np.flatnonzero(self.plan.row_sample[kept])

@@ -19,7 +19,6 @@ from torch import Tensor
 from deepinfer_core.cache.state import ModelState
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
-from deepinfer_core.kernels.reference.linear import pad_rows
 from deepinfer_core.model.attention import project_output
 from deepinfer_core.model.backbone import Backbone, run_sublayers
 from deepinfer_core.model.batch import Batch
@@ -99,10 +98,10 @@ class Drafter:
         tokens[:, 0] = anchor
         block_position = anchor_position[:, None] + torch.arange(n, device=anchor.device)  # [S, n]
         embedded = backbone.vocabulary.lookup(backbone.params.embed, tokens.flatten())
-        streams = pad_rows(embedded)[:, None].expand(-1, config.hc_mult, -1).contiguous()  # [P, S', D]
+        streams = self._pad(embedded)[:, None].expand(-1, config.hc_mult, -1).contiguous()  # [P, S', D]
         pre = torch.zeros(streams.shape[0], config.hc_mult, device=anchor.device)
         pre[:, 0] = 1.0
-        rope = kernels.rope_table(_pad_ids(block_position.flatten()), backbone.params.frequencies)
+        rope = kernels.rope_table(self._pad(block_position.flatten()), backbone.params.frequencies)
         scratch = state.layout.draft_window.scratch_start + torch.arange(streams.shape[0], device=anchor.device)
         plan = kernels.plan_keys(self._key_rows(anchor_position, slot, visible_from, state, streams.shape[0]))
         for number, stage in enumerate(self.params.stages):
@@ -188,6 +187,7 @@ class Drafter:
         both = torch.cat([rows, block], 1).repeat_interleave(n, 0)
         return torch.nn.functional.pad(both, (0, 0, 0, padded - both.shape[0]), value=-1)
 
-
-def _pad_ids(ids: Tensor) -> Tensor:
-    return torch.nn.functional.pad(ids, (0, -ids.shape[0] % 8))
+    def _pad(self, rows: Tensor) -> Tensor:
+        """rows [R, ...] with zero rows up to the multiple that the kernels want."""
+        missing = -rows.shape[0] % self.kernels.row_multiple
+        return torch.nn.functional.pad(rows, [0, 0] * (rows.dim() - 1) + [0, missing]) if missing else rows

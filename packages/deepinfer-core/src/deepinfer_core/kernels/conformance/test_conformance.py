@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer_core.kernels.conformance.cases import CacheContent, Case, Inputs, all_cases
 from deepinfer_core.kernels.contract import OPS, Capability, Kernels
 from deepinfer_core.kernels.reference import REFERENCE
-from deepinfer_core.kernels.registry import provider_statuses
+from deepinfer_core.kernels.registry import native_status, provider_statuses
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def provider(provider_name: str) -> _Provider:
     """The provider's table, the operations that are its own, its device and cache form."""
     if provider_name == "reference":
         return _Provider(REFERENCE, frozenset(OPS), "cpu", "plain")
-    found = {status.name: status for status in provider_statuses()}
+    found = {status.name: status for status in [*provider_statuses(), native_status()]}
     if provider_name not in found:
         pytest.fail(f"provider {provider_name!r} is not installed; installed: {', '.join(found) or 'none'}")
     status = found[provider_name]

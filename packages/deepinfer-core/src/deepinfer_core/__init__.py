@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepinfer_core.config.engine import EngineConfig
     from deepinfer_core.config.sampling import SamplingParams, StructuredOutput
+    from deepinfer_core.engine import Engine
     from deepinfer_core.llm import LLM
-    from deepinfer_core.outputs import CompletionOutput, Logprob, RequestOutput
+    from deepinfer_core.outputs import Chunk, CompletionOutput, Logprob, RequestOutput
     from deepinfer_core.text import Tokenizer
 
 __all__ = [
     "LLM",
+    "Chunk",
     "CompletionOutput",
+    "Engine",
     "EngineConfig",
     "Logprob",
     "RequestOutput",
@@ -32,7 +35,9 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "LLM": "llm",
+    "Chunk": "outputs",
     "CompletionOutput": "outputs",
+    "Engine": "engine",
     "EngineConfig": "config.engine",
     "Logprob": "outputs",
     "RequestOutput": "outputs",

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from deepinfer_core.outputs.answer import Answer
+from deepinfer_core.outputs.chunks import Chunk, ChunkText
 from deepinfer_core.outputs.shapes import CompletionOutput, FinishReason, Logprob, RequestOutput, logprob_table
 
-__all__ = ["Answer", "CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "logprob_table"]
+__all__ = [
+    "Answer",
+    "Chunk",
+    "ChunkText",
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestOutput",
+    "logprob_table",
+]

@@ -56,6 +56,18 @@ class AssembledEngine:
     scheduler: Scheduler
     loop: EngineLoop[Future[StepResult]]
 
+    def statistics(self) -> dict[str, object]:
+        """Counters of scheduler and device since the start; flat names with units."""
+        speculation, device = self.scheduler.speculation, self.runner.stats
+        meter = speculation.meter
+        counts = zip(meter.accepted.tolist(), meter.verified.tolist(), strict=True)
+        return self.scheduler.stats.as_dict() | {
+            "draft_policy": speculation.policy.value,
+            "acceptance_by_position": [accepted / verified if verified else None for accepted, verified in counts],
+            "device_seconds": device.device_seconds,
+            "rows_per_layer": list(device.rows_per_layer),
+        }
+
 
 def assemble_engine(config: EngineConfig) -> AssembledEngine:
     """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""

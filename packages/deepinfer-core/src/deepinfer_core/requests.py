@@ -1,0 +1,236 @@
+"""From a prompt and parameters to what the scheduler takes, and back to outputs. Shared by `LLM` and `Engine`.
+
+RequestFactory.prepare(prompt, params) -> PreparedRequest      checks everything, names it, draws its seeds
+PreparedRequest.submit(scheduler)                              one sequence an answer
+AnswerBook.distribute(step outputs)                            tokens, logprobs and ends to their answers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from deepinfer_core.config.checks import check_integers, shown
+from deepinfer_core.config.sampling import SamplingParams
+from deepinfer_core.errors import GrammarError, RequestError
+from deepinfer_core.outputs import Answer, Chunk, ChunkText, RequestOutput, logprob_table
+from deepinfer_core.runtime.assembly import AssembledEngine
+from deepinfer_core.sampling import fork_seed, request_seed
+from deepinfer_core.scheduling.plan import TokenLogprobs
+from deepinfer_core.scheduling.request import Finished, StepOutputs
+from deepinfer_core.scheduling.scheduler import Scheduler
+from deepinfer_core.text import Tokenizer
+
+__all__ = ["AnswerBook", "ChunkSink", "PreparedRequest", "Prompt", "RequestFactory"]
+
+type Prompt = str | Sequence[int] | Mapping[str, Any]
+type ChunkSink = Callable[[Chunk], None]
+
+_FULL_PREFILL_NOTE = "prompt_logprobs: the whole prompt was computed through all layers, and no cached prefix was used"
+
+
+class PreparedRequest:
+    """One prompt and its n answers; `sink` is told every piece as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str | None, token_ids: list[int], params: SamplingParams) -> None:
+        self._tokenizer, self.token_ids, self.params = tokenizer, token_ids, params
+        self.output = RequestOutput("", text, token_ids, None)
+        self.answers: list[Answer] = []
+        self.sink: ChunkSink | None = None
+        self._texts: list[ChunkText] = []
+        self._is_ready = False
+        self._scored: list[TokenLogprobs] = []
+
+    def start(self, request_id: str, seed: int) -> None:
+        """Name it, and make its answers, each with its own seed."""
+        seeds = [fork_seed(seed, index) for index in range(self.params.n)]
+        self.answers = [Answer(self._tokenizer, self.params, index, one) for index, one in enumerate(seeds)]
+        self.output.request_id, self.output.seed = request_id, seed
+        self.output.outputs = [answer.output for answer in self.answers]
+        if self.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
+            self.output.notes = (_FULL_PREFILL_NOTE,)
+
+    def stream_to(self, sink: ChunkSink) -> None:
+        """Tell `sink` every piece from now on."""
+        self.sink = sink
+        self._texts = [ChunkText(self._tokenizer, self.params) for _ in self.answers]
+
+    # ---- what happens to it ------------------------------------------------------------------------------------------
+
+    def ready(self, hit_tokens: int, fingerprint: str) -> None:
+        """It has begun to give tokens, or ended without any."""
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, hit_tokens)
+        if self.sink is not None and not self._is_ready:
+            prompt_tokens = len(self.token_ids)
+            chunk = Chunk(
+                "ready",
+                self.output.request_id,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=hit_tokens,
+                fingerprint=fingerprint,
+            )
+            self.sink(chunk)
+        self._is_ready = True
+
+    def add(self, answer: Answer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Committed tokens of one answer."""
+        answer.add(token_ids, logprobs)
+        if self.sink is None:
+            return
+        index, kept = answer.output.index, answer.output.logprobs
+        self.sink(
+            Chunk(
+                "text",
+                self.output.request_id,
+                index,
+                text=self._texts[index].push(token_ids),
+                token_ids=tuple(token_ids),
+                logprobs=None if kept is None else tuple(kept[len(kept) - len(token_ids) :]),
+            )
+        )
+
+    def add_prompt_logprobs(self, answer: Answer, entries: Sequence[TokenLogprobs]) -> None:
+        """Every answer computes them; they are the same, so those of the first are kept."""
+        if answer is self.answers[0]:
+            self._scored += entries
+
+    def finish(self, answer: Answer, end: Finished) -> None:
+        """One answer is over; the last one completes the output."""
+        answer.finish(end)
+        if self.output.finished and self.output.prompt_logprobs is not None:
+            # A request that was preempted scores its prompt again from the start: the last pass counts.
+            last = self._scored[len(self._scored) - (len(self.token_ids) - 1) :] if self._scored else []
+            self.output.prompt_logprobs += [logprob_table(entry, self._tokenizer) for entry in last]
+        if self.sink is not None:
+            self._tell_end(self.sink, answer, end)
+
+    def _tell_end(self, sink: ChunkSink, answer: Answer, end: Finished) -> None:
+        request_id, index = self.output.request_id, answer.output.index
+        rest = self._texts[index].finish()
+        if rest:
+            sink(Chunk("text", request_id, index, text=rest))
+        sink(
+            Chunk(
+                "finish",
+                request_id,
+                index,
+                finish_reason=answer.output.finish_reason,
+                stop_reason=answer.output.stop_reason,
+                error=answer.output.error,
+                output_tokens=end.output_tokens,
+                seed=answer.output.seed,
+            )
+        )
+
+
+class RequestFactory:
+    """Checks prompts and parameters against one engine; raises before any work."""
+
+    def __init__(self, engine: AssembledEngine, seed: int | None) -> None:
+        self._engine, self._seed = engine, seed
+        self._num_requests = 0
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, parse_special: bool = False) -> PreparedRequest:
+        """Check one request. It has no name and no seed until `start`. Raises RequestError or GrammarError."""
+        text, token_ids = self._encode(prompt, parse_special)
+        self._check(token_ids, params)
+        return PreparedRequest(self._engine.tokenizer, text, token_ids, params)
+
+    def start(self, request: PreparedRequest) -> None:
+        """Give it its arrival number and the seeds that follow from it."""
+        seed = request_seed(request.params.seed, self._seed, self._num_requests)
+        request.start(str(self._num_requests), seed)
+        self._num_requests += 1
+
+    def _encode(self, prompt: Prompt, parse_special: bool) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
+            if unknown or len(prompt) != 1:
+                raise RequestError(f"the prompt is {shown(prompt)}; give it one key, prompt or prompt_token_ids")
+            prompt = cast("Prompt", next(iter(prompt.values())))
+        tokenizer = self._engine.tokenizer
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty; give at least one character")
+            return prompt, tokenizer.encode(prompt, parse_special=parse_special)
+        last = tokenizer.num_tokens - 1
+        return None, list(check_integers("prompt_token_ids", prompt, 0, last, 2**26, RequestError))
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance] -- comes from the user
+            raise RequestError(f"sampling_params has {shown(params)}; it must be a SamplingParams")
+        if params.structured is not None:
+            raise GrammarError("structured output is asked for; this version cannot enforce it yet, leave it out")
+        params.check_vocabulary(self._engine.tokenizer.num_tokens)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token id")
+        limit = self._engine.scheduler.max_model_len
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; with one for the answer it must stay below "
+                f"{limit}, the smallest of the model's context, max_model_len and what the cache holds"
+            )
+
+
+class AnswerBook:
+    """Which scheduler number belongs to which answer. Used by one thread, the one that steps the engine."""
+
+    def __init__(self, scheduler: Scheduler, fingerprint: str) -> None:
+        self._scheduler, self._fingerprint = scheduler, fingerprint
+        self._open: dict[int, tuple[PreparedRequest, Answer]] = {}
+
+    def submit(self, request: PreparedRequest, *, priority: int = 0, tenant_salt: str = "") -> list[int]:
+        """Queue every answer of `request`; the numbers, one an answer. If one is refused none stays. RequestError."""
+        numbers: list[int] = []
+        try:
+            for answer in request.answers:
+                number = self._scheduler.add(
+                    np.array(request.token_ids, np.int64),
+                    request.params,
+                    seed=answer.output.seed,
+                    priority=priority,
+                    tenant_salt=tenant_salt,
+                    watcher=answer.watcher,
+                )
+                numbers.append(number)
+                self._open[number] = (request, answer)
+        except RequestError:
+            for number in numbers:
+                self._scheduler.abort(number)
+                del self._open[number]
+            raise
+        return numbers
+
+    def distribute(self, outputs: StepOutputs) -> list[PreparedRequest]:
+        """Hand the results of a step to their answers; the requests that are complete now."""
+        for index, (number, tokens) in enumerate(outputs):
+            entry = self._open.get(number)
+            if entry is not None:
+                request, answer = entry
+                request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
+                request.add(answer, tokens, outputs.logprobs.get(index, ()))
+        for number, entries in outputs.prompt_logprobs.items():
+            if number in self._open:
+                request, answer = self._open[number]
+                request.add_prompt_logprobs(answer, entries)
+        complete: list[PreparedRequest] = []
+        for end in outputs.finished:
+            entry = self._open.pop(end.number, None)
+            if entry is not None:
+                request, answer = entry
+                request.ready(end.hit_tokens, self._fingerprint)
+                request.finish(answer, end)
+                if request.output.finished:
+                    complete.append(request)
+        return complete
+
+    def all_numbers(self) -> list[int]:
+        """Numbers of all answers that still run."""
+        return list(self._open)
+
+    def open_numbers(self, request: PreparedRequest) -> list[int]:
+        """Numbers of the answers of `request` that still run."""
+        return [number for number, (owner, _) in self._open.items() if owner is request]

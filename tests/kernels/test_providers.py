@@ -17,6 +17,7 @@ from deepinfer_core.kernels.registry import ENTRY_POINT_GROUP
 from deepinfer_kernels_ascend import provider as ascend_module
 from deepinfer_kernels_ascend.provider import AscendProvider
 from deepinfer_kernels_nvidia import provider as nvidia_module
+from deepinfer_kernels_nvidia.coverage import OFFERED
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu
 from deepinfer_kernels_nvidia.provider import NvidiaProvider
 
@@ -70,7 +71,7 @@ def test_a_supported_gpu_is_a_capability(
 ) -> None:
     monkeypatch.setattr(nvidia_source, "ask_driver", lambda: Driver((13, 0), (gpu,)))
     assert nvidia.probe() == Capability("cuda", arch, f"1 x {gpu.name} ({arch})")
-    assert nvidia.load() == {}
+    assert set(nvidia.load()) == OFFERED
 
 
 @pytest.mark.bad_input
@@ -170,7 +171,6 @@ def test_what_an_ascend_machine_lacks_is_the_reason(
         AscendProvider(tmp_path / "empty").load()
 
 
-@pytest.mark.parametrize("provider", [NvidiaProvider(), AscendProvider()], ids=lambda provider: provider.name)
-def test_a_provider_without_kernels_refuses_every_operation(provider: NvidiaProvider | AscendProvider) -> None:
+def test_a_provider_without_kernels_refuses_every_operation() -> None:
     for op in OPS:
-        assert op in str(provider.unsupported(op, None, torch.float32))
+        assert op in str(AscendProvider().unsupported(op, None, torch.float32))

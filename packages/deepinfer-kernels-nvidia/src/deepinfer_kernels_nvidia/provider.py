@@ -16,6 +16,7 @@ import torch
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import Capability, Unavailable
+from deepinfer_kernels_nvidia.coverage import reason_against
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu, ask_driver
 from deepinfer_kernels_nvidia.toolchain import nvcc_problem
 
@@ -27,7 +28,7 @@ class NvidiaProvider:
     """Implements `deepinfer_core.kernels.contract.KernelProvider` for SM90 and SM100."""
 
     name: str = "nvidia"
-    cache_form: Literal["plain", "packed"] = "plain"
+    cache_form: Literal["plain", "packed"] = "packed"
 
     def probe(self) -> Capability | Unavailable:
         """Say what can run here, or the first thing that is missing. Imports no TileLang and makes no CUDA context."""
@@ -49,11 +50,13 @@ class NvidiaProvider:
         found = self.probe()
         if isinstance(found, Unavailable):
             raise KernelError(f"the NVIDIA kernels cannot run here: {found.reason}")
-        return {}
+        from deepinfer_kernels_nvidia.ops import TABLE  # imports TileLang, which takes seconds
+
+        return TABLE
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
         """Say why an operation must come from the reference for this model; None when ours can be used."""
-        return f"this version of deepinfer-kernels-nvidia has no kernel for {op}"
+        return reason_against(op, config, dtype)
 
 
 def _device_problem(driver: Driver) -> str | None:

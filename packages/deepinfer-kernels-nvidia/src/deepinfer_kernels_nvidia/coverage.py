@@ -1,0 +1,52 @@
+"""Which operations this package takes for a model, and the reason against each that it does not.
+
+Operations whose host plan one shares with the other come together: a plan is private to the table that made it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_core.config.model import ModelConfig
+
+__all__ = ["OFFERED", "reason_against"]
+
+OFFERED = frozenset(
+    (
+        "linear",
+        "grouped_linear",
+        "rms_norm",
+        "rope_table",
+        "apply_rope",
+        "mhc_mix",
+        "mhc_collapse",
+        "mhc_expand",
+        "write_window",
+        "write_entries",
+        "write_index_keys",
+        "copy_rows",
+        "round_index",
+        "pool_pairs",
+        "plan_keys",
+        "attend",
+    )
+)
+_ATTENTION = frozenset(("plan_keys", "attend"))
+_BFLOAT16_ONLY = _ATTENTION | {"grouped_linear"}
+_ATTENTION_DIM_STEP = 64  # a tile of one wgmma, and whole 32-bit words in a compressed record
+_MOST_STREAMS = 8  # the mix of a row is held in the registers of one thread
+
+
+def reason_against(op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """None where the kernel of `op` takes every shape that this model gives it in this dtype."""
+    if op not in OFFERED:
+        return f"this version of deepinfer-kernels-nvidia has no kernel for {op}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the kernels compute in bfloat16 or float32, not {dtype}"
+    if op in _BFLOAT16_ONLY and dtype != torch.bfloat16:
+        return "the kernel computes in bfloat16 only"
+    if op in _ATTENTION and config.head_dim % _ATTENTION_DIM_STEP:
+        return f"head_dim is {config.head_dim}; the attention kernel needs a multiple of {_ATTENTION_DIM_STEP}"
+    if op == "mhc_mix" and config.hc_mult > _MOST_STREAMS:
+        return f"hc_mult is {config.hc_mult}; the kernel holds at most {_MOST_STREAMS} streams"
+    return None

@@ -1,0 +1,112 @@
+"""TileLang programs: written for a set of parameters, compiled at the first call, kept on disk.
+
+    @program
+    def rms_norm_program(dim, dtype): ... return prim_func     one CUDA source for each (dim, dtype)
+    rms_norm_program(5120, "bfloat16")(x, weight, out, eps)    compiled for this device's architecture, then launched
+    rms_norm_program.source((5120, "bfloat16"), "sm_100a")     CUDA source for any architecture, without a GPU
+
+Numbers of rows are dynamic: one compiled program serves every batch, so its arithmetic cannot depend on the batch.
+Compiled programs lie in DEEPINFER_JIT_CACHE_DIR (TileLang's own folder when it is unset), keyed by their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer_core.config.env import read_text
+from deepinfer_core.errors import KernelError
+
+__all__ = ["PROGRAMS", "Program", "T", "aligned", "device_arch", "dtype_name", "program"]
+
+# TileLang and its language. Their annotations describe Python values where programs handle expressions, so to the type
+# checker they are untyped.
+tilelang: Any = import_module("tilelang")
+T: Any = import_module("tilelang.language")
+
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_VECTOR_BYTES = 16  # the widest access of one thread
+
+PROGRAMS: dict[str, Program] = {}
+
+
+class Program:
+    """A function from parameters to a TileLang `prim_func`, and its compiled forms."""
+
+    def __init__(self, build: Callable[..., Any], pass_configs: dict[str, Any]) -> None:
+        self.name = build.__name__.removesuffix("_program")
+        self._build = build
+        self._pass_configs = pass_configs
+        self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, *parameters: Any) -> Callable[..., None]:
+        """The program for these parameters, compiled for the current device. Raises KernelError where nvcc fails."""
+        launch = self._compiled.get(parameters)
+        if launch is None:
+            launch = self._compiled[parameters] = self._compile(parameters)
+        return launch
+
+    def source(self, parameters: tuple[Any, ...], arch: str) -> str:
+        """CUDA source for `arch` (sm_90a, sm_100a ..); needs no GPU and no nvcc."""
+        target: Any = import_module("tvm.target").Target({"kind": "cuda", "arch": arch})
+        with tilelang.transform.PassContext(opt_level=3, config=self._pass_configs), target:
+            return str(tilelang.lower(self._build(*parameters), target=target).kernel_source)
+
+    def _compile(self, parameters: tuple[Any, ...]) -> Callable[..., None]:
+        _use_cache_folder()
+        try:
+            return tilelang.compile(
+                self._build(*parameters),
+                target={"kind": "cuda", "arch": device_arch()},
+                execution_backend="tvm_ffi",
+                pass_configs=self._pass_configs,
+            )
+        except Exception as error:
+            raise KernelError(
+                f"kernel {self.name}{parameters} did not compile for {device_arch()}: {error}; `deepinfer doctor` "
+                "checks nvcc, DEEPINFER_ACCELERATOR=cpu runs without it"
+            ) from error
+
+
+def program(build: Callable[..., Any] | None = None, **pass_configs: Any) -> Any:
+    """Decorator: register a builder as a `Program`; keywords are TileLang pass settings."""
+
+    def register(function: Callable[..., Any]) -> Program:
+        made = Program(function, {key.replace("__", "."): value for key, value in pass_configs.items()})
+        PROGRAMS[made.name] = made
+        return made
+
+    return register if build is None else register(build)
+
+
+@cache
+def device_arch() -> str:
+    """Architecture of the current GPU with its own instructions: the `a` unlocks wgmma and tcgen05."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}a"
+
+
+@cache
+def _use_cache_folder() -> None:
+    folder = read_text("DEEPINFER_JIT_CACHE_DIR")
+    if folder:
+        tilelang.env.TILELANG_CACHE_DIR = str(Path(folder).expanduser())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """TileLang's name of a tensor's dtype. Raises KernelError for one that no kernel here takes."""
+    name = _DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise KernelError(f"the NVIDIA kernels compute in bfloat16 or float32, not {tensor.dtype}")
+    return name
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself where it is contiguous and starts at 16 bytes, as vector accesses need; else a copy."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % _VECTOR_BYTES == 0 else tensor.clone()

@@ -1,0 +1,37 @@
+"""The operations that this package implements, by their name in the contract. Importing it imports TileLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepinfer_kernels_nvidia.ops.attention import attend, plan_keys
+from deepinfer_kernels_nvidia.ops.cache_write import round_index, write_entries, write_index_keys, write_window
+from deepinfer_kernels_nvidia.ops.copy_rows import copy_rows
+from deepinfer_kernels_nvidia.ops.linear import grouped_linear, linear
+from deepinfer_kernels_nvidia.ops.mhc_mix import mhc_mix
+from deepinfer_kernels_nvidia.ops.mhc_streams import mhc_collapse, mhc_expand
+from deepinfer_kernels_nvidia.ops.pool_pairs import pool_pairs
+from deepinfer_kernels_nvidia.ops.rms_norm import rms_norm
+from deepinfer_kernels_nvidia.ops.rope import apply_rope, rope_table
+
+__all__ = ["TABLE"]
+
+TABLE: Mapping[str, Callable[..., Any]] = {
+    "linear": linear,
+    "grouped_linear": grouped_linear,
+    "rms_norm": rms_norm,
+    "rope_table": rope_table,
+    "apply_rope": apply_rope,
+    "mhc_mix": mhc_mix,
+    "mhc_collapse": mhc_collapse,
+    "mhc_expand": mhc_expand,
+    "write_window": write_window,
+    "write_entries": write_entries,
+    "write_index_keys": write_index_keys,
+    "copy_rows": copy_rows,
+    "round_index": round_index,
+    "pool_pairs": pool_pairs,
+    "plan_keys": plan_keys,
+    "attend": attend,
+}

@@ -1,0 +1,105 @@
+# ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
+# pyright: basic, reportInvalidTypeForm=false
+"""The mixes of single-pass mHC, Sinkhorn included (model.md 2.3).
+
+    m    = (flatten(X) fn) * rsqrt(mean(flatten(X)^2) + norm_eps)                           [S + S + S * S]
+    pre  = sigmoid(m[:S] scale + base) + eps;   post = 2 sigmoid(m[S:2S] scale + base)
+    C    = Sinkhorn(softmax_j(m[2S:] scale + base)): C += eps; columns; then (iterations - 1) times rows, columns
+
+Two programs: the product in parts together with the sum of squares (`linear_float32`: X is bf16, fn float32, so three
+exact products), then one thread a row that adds the parts in order and keeps its S x S matrix in registers.
+"""
+
+import torch
+from torch import Tensor
+
+from deepinfer_kernels_nvidia.jit import T, dtype_name, program
+from deepinfer_kernels_nvidia.ops.linear_float32 import matmul_parts, num_parts
+
+_THREADS = 32  # few registers are shared and few rows exist: small blocks spread over the chip
+
+
+@program
+def mhc_gates_program(streams: int, dim: int, iterations: int, mix_dtype: str):
+    """parts of the product and of the sum of squares -> pre, post, c."""
+    rows, parts = T.dynamic("rows"), num_parts(streams * dim)
+    mixes = streams * (streams + 2)
+
+    @T.prim_func
+    def mhc_gates(
+        products: T.Tensor((parts, rows, mixes), "float32"),
+        squares: T.Tensor((parts, rows), "float32"),
+        base: T.Tensor((mixes,), mix_dtype),
+        scale: T.Tensor((mixes,), mix_dtype),
+        pre: T.Tensor((rows, streams), "float32"),
+        post: T.Tensor((rows, streams), "float32"),
+        c: T.Tensor((rows, streams, streams), "float32"),
+        norm_eps: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows, _THREADS), threads=_THREADS) as block:
+            row = block * _THREADS + T.get_thread_binding()
+            mix = T.alloc_local((mixes,), "float32")
+            matrix = T.alloc_local((streams, streams), "float32")
+            total = T.alloc_var("float32")
+            inverse = T.alloc_var("float32")
+            if row < rows:
+                total = 0.0
+                for m in T.unroll(mixes):
+                    mix[m] = 0.0
+                for part in T.serial(parts):
+                    total += squares[part, row]
+                    for m in T.unroll(mixes):
+                        mix[m] += products[part, row, m]
+                inverse = T.rsqrt(total / (streams * dim) + norm_eps)
+                for m in T.unroll(mixes):
+                    mix[m] = mix[m] * inverse * T.cast(scale[m], "float32") + T.cast(base[m], "float32")
+                for s in T.unroll(streams):
+                    pre[row, s] = 1.0 / (1.0 + T.exp(-mix[s])) + eps
+                    post[row, s] = 2.0 / (1.0 + T.exp(-mix[streams + s]))
+                for i in T.unroll(streams):
+                    total = mix[2 * streams + i * streams]
+                    for j in T.unroll(streams):
+                        total = T.max(total, mix[2 * streams + i * streams + j])
+                    for j in T.unroll(streams):
+                        matrix[i, j] = T.exp(mix[2 * streams + i * streams + j] - total)
+                    total = 0.0
+                    for j in T.unroll(streams):
+                        total += matrix[i, j]
+                    for j in T.unroll(streams):
+                        matrix[i, j] = matrix[i, j] / total + eps
+                for step in T.serial(iterations):
+                    if step > 0:
+                        for i in T.unroll(streams):
+                            total = eps
+                            for j in T.unroll(streams):
+                                total += matrix[i, j]
+                            inverse = 1.0 / total
+                            for j in T.unroll(streams):
+                                matrix[i, j] *= inverse
+                    for j in T.unroll(streams):
+                        total = eps
+                        for i in T.unroll(streams):
+                            total += matrix[i, j]
+                        inverse = 1.0 / total
+                        for i in T.unroll(streams):
+                            matrix[i, j] *= inverse
+                for i in T.unroll(streams):
+                    for j in T.unroll(streams):
+                        c[row, i, j] = matrix[i, j]
+
+    return mhc_gates
+
+
+def mhc_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, norm_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """streams [R, S, D], fn [S * D, M], base and scale [M] -> pre, post [R, S], C [R, S, S], float32."""
+    rows, s, dim = streams.shape
+    pre, post = (torch.empty(rows, s, dtype=torch.float32, device=streams.device) for _ in range(2))
+    c = torch.empty(rows, s, s, dtype=torch.float32, device=streams.device)
+    if rows:
+        products, squares = matmul_parts(streams.flatten(1), fn, with_squares=True)
+        launch = mhc_gates_program(s, dim, iterations, dtype_name(base))
+        launch(products, squares, base.contiguous(), scale.contiguous(), pre, post, c, norm_eps, eps)
+    return pre, post, c

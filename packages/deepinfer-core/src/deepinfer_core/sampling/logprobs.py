@@ -24,7 +24,7 @@ _TILE_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities of L rows, on the device."""
+    """Log-probabilities of L rows, each with `token` and the n most likely ids, on the device."""
 
     token: Tensor  # [L] int64
     logprob: Tensor  # [L] float32

@@ -65,6 +65,15 @@ class SampleRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedRows:
+    """Log-probabilities of L rows, in the order of the rows."""
+
+    values: LogprobRows
+    segment: NDArray[np.int64]  # [L]
+    num_top: NDArray[np.int64]  # [L] entries that the row's request asked for
+
+
+@dataclass(frozen=True, slots=True)
 class SampledBatch:
     """What was drawn, on the device."""
 
@@ -72,20 +81,37 @@ class SampledBatch:
     num_tokens: Tensor  # [M] int64
     failed: Tensor  # [M] bool: no token could be drawn, since no logit was finite (NaN, or everything masked)
     num_verified: NDArray[np.int32]  # [M] drafts that were under verification
-    logprob_rows: tuple[tuple[LogprobRows, NDArray[np.int64], NDArray[np.int64]], ...] = ()
-    # groups of (values of L rows, their segments [L], their number of top entries [L])
+    logprobs: tuple[ReportedRows, ...] = ()
 
     def logprobs_on_host(self) -> dict[int, list[TokenLogprobs]]:
         """segment -> one entry for each of its emitted tokens, for requests that asked. Waits for the device."""
+        if not self.logprobs:
+            return {}
         found: dict[int, list[TokenLogprobs]] = {}
-        if self.logprob_rows:
-            num_tokens = self.num_tokens.tolist()
-            for values, segments, num_top in self.logprob_rows:
-                for segment, entry in zip(segments.tolist(), values.on_host(num_top.tolist()), strict=True):
-                    entries = found.setdefault(segment, [])
-                    if len(entries) < num_tokens[segment]:
-                        entries.append(entry)
+        num_tokens = self.num_tokens.tolist()
+        for rows in self.logprobs:
+            for segment, entry in zip(rows.segment.tolist(), rows.values.on_host(rows.num_top.tolist()), strict=True):
+                entries = found.setdefault(segment, [])
+                if len(entries) < num_tokens[segment]:
+                    entries.append(entry)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The N rows of one call on their way."""
+
+    records: NDArray[np.void]  # [N] of the slot table
+    segment: NDArray[np.int64]  # [N]
+    adjusted: Tensor  # [N, ids] logits after masks, bias and penalties
+    random: NDArray[np.int64]  # [n] rows that are not greedy
+    filtered: Tensor  # [n, ids] theirs after temperature, top-k, top-p and min-p
+
+    def final_logits(self) -> Tensor:
+        """[N, ids] what tokens were drawn from."""
+        if not self.random.size:
+            return self.adjusted
+        return self.adjusted.index_copy(0, to_device(self.random, self.adjusted.device), self.filtered)
 
 
 class Sampler:
@@ -131,18 +157,11 @@ class Sampler:
 
     def sample(self, rows: SampleRows) -> SampledBatch:
         """Draw a token at every row, and keep in each segment the drafts that stand."""
-        lengths = np.diff(rows.segment_start)
-        records = self._table.records(np.repeat(rows.segment_slot, lengths))  # [N]
-        segment = np.repeat(np.arange(len(lengths)), lengths)
-        adjusted = self._adjusted(rows, records)  # [N, ids]
-        random = np.flatnonzero(~records["greedy"])
-        filtered = adjusted[:0]  # [random, ids]
-        if random.size:
-            filtered = RowFilters.of(records[random]).apply(rows_of(adjusted, random))
-        drawn, failed = self._draw(adjusted, filtered, records, random, rows.position)
+        step = self._prepare(rows)
+        drawn, failed = self._draw(step, rows.position)
         emitted, stands = drawn, drawn == rows.token.roll(-1)  # row k's draw against row k + 1's own token
-        if self._mode == "ratio" and random.size and len(drawn) > len(lengths):
-            emitted, stands = self._draw_by_ratio(rows, records, random, filtered, emitted, stands)
+        if self._mode == "ratio":
+            emitted, stands = self._draw_by_ratio(step, rows, emitted, stands)
         grid = SegmentGrid.of(rows.segment_start, self._device)
         tokens, num_tokens = grid.accept(emitted, stands)
         self._commit(rows, tokens)
@@ -150,8 +169,8 @@ class Sampler:
             tokens,
             num_tokens,
             grid.any_emitted(failed, num_tokens),
-            (lengths - 1).astype(np.int32),
-            self._logprobs(rows.logits, adjusted, filtered, random, emitted, records, segment),
+            (np.diff(rows.segment_start) - 1).astype(np.int32),
+            self._report(step, rows.logits, emitted),
         )
 
     def draft_noise(self, segment_slot: NDArray[np.int32], first_position: Tensor, num_steps: int) -> DraftNoise:
@@ -172,8 +191,19 @@ class Sampler:
 
     # ---- steps of sample() ----------------------------------------------------------------------------------------
 
+    def _prepare(self, rows: SampleRows) -> _Step:
+        lengths = np.diff(rows.segment_start)
+        segment = np.repeat(np.arange(len(lengths)), lengths)
+        records = self._table.records(rows.segment_slot[segment])
+        adjusted = self._adjusted(rows, records)
+        random = np.flatnonzero(~records["greedy"])
+        filtered = adjusted[:0]
+        if random.size:
+            filtered = RowFilters.of(records[random]).apply(rows_of(adjusted, random))
+        return _Step(records, segment, adjusted, random, filtered)
+
     def _adjusted(self, rows: SampleRows, records: NDArray[np.void]) -> Tensor:
-        """Logits [N, ids] after masks, bias and penalties: a view of the input where there are none."""
+        """Logits [N, ids] after masks, bias and penalties; a view of the input where there are none."""
         logits = rows.logits[:, : self._num_ids]
         sparse = self._table.sparse_entries(rows.segment_slot, rows.segment_start)
         penalised = np.flatnonzero(records["penalties"])
@@ -203,79 +233,54 @@ class Sampler:
         factors = (self._to_device(records[name]) for name in ("repetition", "presence", "frequency"))
         logits[at] = processors.apply_penalties(logits[at], prompt_seen, output_count, *factors)
 
-    def _draw(
-        self, adjusted: Tensor, filtered: Tensor, records: NDArray[np.void], random: NDArray[np.int64], position: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _draw(self, step: _Step, position: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [N], failed [N])."""
-        if random.size == 0:
-            return argmax_token(adjusted)
-        seed = self._to_device(records["seed"][random])
-        token, failed = draw_token(filtered, seed, rows_of(position, random) + 1)
-        if random.size == len(adjusted):
+        if not step.random.size:
+            return argmax_token(step.adjusted)
+        seed = self._to_device(step.records["seed"][step.random])
+        token, failed = draw_token(step.filtered, seed, rows_of(position, step.random) + 1)
+        if len(token) == len(step.adjusted):
             return token, failed
-        all_token, all_failed = argmax_token(adjusted)
-        at = self._to_device(random)
+        all_token, all_failed = argmax_token(step.adjusted)
+        at = self._to_device(step.random)
         return all_token.index_copy(0, at, token), all_failed.index_copy(0, at, failed)
 
-    def _draw_by_ratio(
-        self,
-        rows: SampleRows,
-        records: NDArray[np.void],
-        random: NDArray[np.int64],
-        filtered: Tensor,
-        emitted: Tensor,
-        stands: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _draw_by_ratio(self, step: _Step, rows: SampleRows, emitted: Tensor, stands: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the coupled verdict on random rows that check a draft; greedy rows and last rows stay."""
-        if rows.draft_logits is None:
-            raise ValueError("ratio verification needs the logits that the drafts were drawn from (draft_logits)")
-        checks = np.ones(len(records), np.bool_)
+        checks = np.ones(len(step.records), np.bool_)
         checks[rows.segment_start[1:] - 1] = False
-        chosen = checks[random]
-        index = random[chosen]
+        chosen = checks[step.random]
+        index = step.random[chosen]
         if not index.size:
             return emitted, stands
+        if rows.draft_logits is None:
+            raise ValueError("ratio verification needs the logits that the drafts were drawn from (draft_logits)")
         at = self._to_device(index)
-        verdict = ratio_draw(
-            filtered[self._to_device(np.flatnonzero(chosen))],
-            RowFilters.of(records[index]).apply_temperature(rows.draft_logits[at][:, : self._num_ids]),
+        token, accepted = ratio_draw(
+            step.filtered[self._to_device(np.flatnonzero(chosen))],
+            RowFilters.of(step.records[index]).apply_temperature(rows.draft_logits[at][:, : self._num_ids]),
             rows.token[at + 1],
-            self._to_device(records["seed"][index]),
+            self._to_device(step.records["seed"][index]),
             rows.position[at] + 1,
         )
-        return emitted.index_copy(0, at, verdict[0]), stands.index_copy(0, at, verdict[1])
+        return emitted.index_copy(0, at, token), stands.index_copy(0, at, accepted)
 
     def _commit(self, rows: SampleRows, tokens: Tensor) -> None:
         penalised = np.flatnonzero(self._table.records(rows.segment_slot)["penalties"])
         if penalised.size:
             self._history.commit(rows.segment_slot[penalised], tokens[self._to_device(penalised)])
 
-    def _logprobs(
-        self,
-        raw: Tensor,
-        adjusted: Tensor,
-        filtered: Tensor,
-        random: NDArray[np.int64],
-        emitted: Tensor,
-        records: NDArray[np.void],
-        segment: NDArray[np.int64],
-    ) -> tuple[tuple[LogprobRows, NDArray[np.int64], NDArray[np.int64]], ...]:
-        wanted, processed = records["num_logprobs"] >= 0, records["processed"]
-        groups: list[tuple[LogprobRows, NDArray[np.int64], NDArray[np.int64]]] = []
-        for index, is_processed in (
-            (np.flatnonzero(wanted & ~processed), False),
-            (np.flatnonzero(wanted & processed), True),
-        ):
-            if not index.size:
-                continue
-            logits = rows_of(raw, index)
-            if is_processed:
-                final = adjusted.index_copy(0, self._to_device(random), filtered) if random.size else adjusted
-                logits = rows_of(final, index)
-            num_top = records["num_logprobs"][index]
-            values = token_logprobs(logits, rows_of(emitted, index), int(num_top.max()))
-            groups.append((values, segment[index], num_top))
-        return tuple(groups)
+    def _report(self, step: _Step, raw: Tensor, emitted: Tensor) -> tuple[ReportedRows, ...]:
+        wanted, processed = step.records["num_logprobs"] >= 0, step.records["processed"]
+        found: list[ReportedRows] = []
+        for logits, chosen in ((raw, wanted & ~processed), (None, wanted & processed)):
+            index = np.flatnonzero(chosen)
+            if index.size:
+                mine = rows_of(step.final_logits() if logits is None else logits, index)
+                num_top = step.records["num_logprobs"][index]
+                values = token_logprobs(mine, rows_of(emitted, index), int(num_top.max()))
+                found.append(ReportedRows(values, step.segment[index], num_top))
+        return tuple(found)
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)

@@ -118,8 +118,8 @@ class Engine:
         """Queue one request; call it in the asyncio loop that will read the stream.
 
         prompt: a text or token ids. priority: -1,000..1,000, lower goes first. tenant_salt: cached prefixes are shared
-        only between requests with the same salt. Raises RequestError (GrammarError for a schema) before any work; a
-        full queue is raised by the stream, as QueueFullError.
+        only between requests with the same salt. Raises RequestError before any work. The stream raises QueueFullError
+        where too many wait, and GrammarError for a grammar that cannot be compiled or enforced.
         """
         if self._error is not None or not self._thread.is_alive():
             raise self._error or EngineError("the engine is closed; make a new one")
@@ -128,7 +128,14 @@ class Engine:
         pieces: asyncio.Queue[_Piece] = asyncio.Queue()
         put = _threadsafe_put(asyncio.get_running_loop(), pieces)
         request.stream_to(put)
-        self._commands.put(lambda: self._submit(request, put, priority, tenant_salt))
+
+        def submit(_: object = None) -> None:
+            self._commands.put(lambda: self._submit(request, put, priority, tenant_salt))
+
+        if request.grammar is None:
+            submit()
+        else:  # the step loop never waits for a grammar
+            request.grammar.add_done_callback(submit)
         return RequestStream(request, pieces, self._abort)
 
     def statistics(self) -> dict[str, object]:
@@ -139,6 +146,7 @@ class Engine:
         """Abort what is open, finish the running step, end the thread. The engine cannot be used afterwards."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._factory.close()
         self._engine.runner.close()
 
     async def __aenter__(self) -> Engine:

@@ -111,7 +111,8 @@ class LLM:
                     yield pieces.popleft()
 
     def close(self) -> None:
-        """End the worker thread. The object cannot generate afterwards."""
+        """End the worker threads. The object cannot generate afterwards."""
+        self._factory.close()
         self._engine.runner.close()
 
     def __enter__(self) -> LLM:
@@ -132,6 +133,12 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(prompts, _params_list(params, len(prompts)), strict=True)):
             try:
                 requests.append(self._factory.prepare(prompt, one, parse_special=parse_special))
+            except RequestError as error:
+                error.add_note(f"in prompt {index} of {len(prompts)}")
+                raise
+        for index, request in enumerate(requests):
+            try:
+                request.constraint()
             except RequestError as error:
                 error.add_note(f"in prompt {index} of {len(prompts)}")
                 raise

@@ -8,19 +8,21 @@ AnswerBook.distribute(step outputs)                            tokens, logprobs 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
 
 from deepinfer_core.config.checks import check_integers, shown
 from deepinfer_core.config.sampling import SamplingParams
-from deepinfer_core.errors import GrammarError, RequestError
+from deepinfer_core.errors import RequestError
 from deepinfer_core.outputs import Answer, Chunk, ChunkText, RequestOutput, logprob_table
 from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.sampling import fork_seed, request_seed
 from deepinfer_core.scheduling.plan import TokenLogprobs
-from deepinfer_core.scheduling.request import Finished, StepOutputs
+from deepinfer_core.scheduling.request import Finished, StepOutputs, TokenWatcher
 from deepinfer_core.scheduling.scheduler import Scheduler
+from deepinfer_core.structured import CompiledGrammar, GrammarCompiler, GrammarConstraint, WatcherChain
 from deepinfer_core.text import Tokenizer
 
 __all__ = ["AnswerBook", "ChunkSink", "PreparedRequest", "Prompt", "RequestFactory"]
@@ -39,6 +41,7 @@ class PreparedRequest:
         self.output = RequestOutput("", text, token_ids, None)
         self.answers: list[Answer] = []
         self.sink: ChunkSink | None = None
+        self.grammar: Future[CompiledGrammar] | None = None  # of params.structured, compiled in the background
         self._texts: list[ChunkText] = []
         self._is_ready = False
         self._scored: list[TokenLogprobs] = []
@@ -57,6 +60,12 @@ class PreparedRequest:
         """Tell `sink` every piece from now on."""
         self.sink = sink
         self._texts = [ChunkText(self._tokenizer, self.params) for _ in self.answers]
+
+    def constraint(self) -> GrammarConstraint | None:
+        """A fresh one for an answer; None without structured output. Waits for the grammar; raises GrammarError."""
+        if self.grammar is None or self.params.structured is None:
+            return None
+        return GrammarConstraint(self.grammar.result(), self.params.structured, self.token_ids)
 
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
@@ -131,13 +140,25 @@ class RequestFactory:
 
     def __init__(self, engine: AssembledEngine, seed: int | None) -> None:
         self._engine, self._seed = engine, seed
+        self._grammars = GrammarCompiler(engine.tokenizer)
         self._num_requests = 0
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, parse_special: bool = False) -> PreparedRequest:
-        """Check one request. It has no name and no seed until `start`. Raises RequestError or GrammarError."""
+        """Check one request and begin to compile its grammar. It has no name and no seed until `start`.
+
+        Raises RequestError, or GrammarError for a grammar that is refused at sight; one that turns out to be
+        impossible when it is compiled is the error of `PreparedRequest.grammar`.
+        """
         text, token_ids = self._encode(prompt, parse_special)
         self._check(token_ids, params)
-        return PreparedRequest(self._engine.tokenizer, text, token_ids, params)
+        request = PreparedRequest(self._engine.tokenizer, text, token_ids, params)
+        if params.structured is not None:
+            request.grammar = self._grammars.submit(params.structured)
+        return request
+
+    def close(self) -> None:
+        """End the grammar compiler."""
+        self._grammars.close()
 
     def start(self, request: PreparedRequest) -> None:
         """Give it its arrival number and the seeds that follow from it."""
@@ -162,8 +183,6 @@ class RequestFactory:
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance] -- comes from the user
             raise RequestError(f"sampling_params has {shown(params)}; it must be a SamplingParams")
-        if params.structured is not None:
-            raise GrammarError("structured output is asked for; this version cannot enforce it yet, leave it out")
         params.check_vocabulary(self._engine.tokenizer.num_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token id")
@@ -183,17 +202,23 @@ class AnswerBook:
         self._open: dict[int, tuple[PreparedRequest, Answer]] = {}
 
     def submit(self, request: PreparedRequest, *, priority: int = 0, tenant_salt: str = "") -> list[int]:
-        """Queue every answer of `request`; the numbers, one an answer. If one is refused none stays. RequestError."""
+        """Queue every answer of `request`; the numbers, one an answer. If one is refused none stays. RequestError.
+
+        Waits for the request's grammar.
+        """
         numbers: list[int] = []
         try:
             for answer in request.answers:
+                constraint = request.constraint()
+                watchers = [watcher for watcher in (constraint, answer.watcher) if watcher is not None]
                 number = self._scheduler.add(
                     np.array(request.token_ids, np.int64),
                     request.params,
                     seed=answer.output.seed,
                     priority=priority,
                     tenant_salt=tenant_salt,
-                    watcher=answer.watcher,
+                    watcher=_watch_all(watchers),
+                    constraint=constraint,
                 )
                 numbers.append(number)
                 self._open[number] = (request, answer)
@@ -234,3 +259,7 @@ class AnswerBook:
     def open_numbers(self, request: PreparedRequest) -> list[int]:
         """Numbers of the answers of `request` that still run."""
         return [number for number, (owner, _) in self._open.items() if owner is request]
+
+
+def _watch_all(watchers: list[TokenWatcher]) -> TokenWatcher | None:
+    return None if not watchers else watchers[0] if len(watchers) == 1 else WatcherChain(watchers)

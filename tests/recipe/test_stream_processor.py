@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import deepseek_recipe as recipe
+from deepseek_recipe.streaming.custom_input import CustomInput
 from deepseek_recipe.streaming.decoder import shortest_float32
 from tests.recipe.stream_case import v4_tokenizer
 from tests.recipe.stream_outputs import block, call, parameter, reply, texts
@@ -208,6 +209,30 @@ def test_log_probabilities_are_single_precision_in_their_shortest_spelling(value
 def test_a_chunk_survives_its_dictionary(chunk: recipe.InferenceChunk) -> None:
     copy = Chunk.from_dict(chunk.to_dict())
     assert (copy, hash(copy), repr(copy)) == (chunk, hash(chunk), repr(chunk))
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r"a\n\"b\"", 'a\n"b"'),
+        (r"\ud83d\ude00", "😀"),
+        (r"a\qb", r"a\qb"),
+        (r"\u12zz", r"\u12zz"),
+        (r"\ud800x", r"\ud800x"),
+        ("a\nb", "a\nb"),
+        ('a"ignored', "a"),
+    ],
+)
+def test_the_input_of_a_custom_tool_is_unescaped_however_it_is_chopped(written: str, shown: str) -> None:
+    arguments = f'{{"input": "{written}"}}'
+    for pieces in ([arguments], list(arguments)):
+        reader = CustomInput()
+        assert "".join(map(reader.push, pieces)) + reader.finish() == shown
+
+
+def test_an_escape_that_is_cut_off_is_shown_as_it_is() -> None:
+    reader = CustomInput()
+    assert reader.push('{"input": "a\\ud83d') + reader.finish() == "a\\ud83d"
 
 
 @pytest.mark.bad_input

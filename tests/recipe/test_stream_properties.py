@@ -140,25 +140,30 @@ def test_any_ids_decode_to_what_their_bytes_say(ids: list[int], cuts: list[int])
     assert content == spelled.lstrip("\n").replace("</think>", "")
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        lambda n: ["<"] * n,
-        lambda n: ["\n"] * n,
-        lambda n: [*["\n"] * n, "</think>" + "\n" * n],
-        lambda n: ["</think", ">"] * (n // 2),
-        lambda n: ["", "\n"] * (n // 2),
-        lambda n: ["a" * 99 + "b"] * (n // 100),
-        lambda n: ["a"] * n,
-        lambda n: [f"<{D} calls>" + f'<{D} invoke name="'] + ["x"] * n,
-        lambda n: [f'<{D} calls><{D} invoke name="f"><{D} parameter name="k" string="true">'] + ["<"] * n,
-        lambda n: [f'<{D} calls><{D} invoke name="f"><{D} parameter name="k" string="false">'] + ["</" + D] * n,
-        lambda n: [f"<{D} calls>"] + [f'<{D} invoke name="f">'] * (n // 8),
-    ],
-    ids=str,
-)
+OPEN_CALL = f'<{D} calls><{D} invoke name="f">'
+# The pieces of an output of about n tokens.
+ADVERSARIAL: dict[str, Callable[[int], list[str]]] = {
+    "beginnings of markers": lambda n: ["<"] * n,
+    "newlines": lambda n: ["\n"] * n,
+    "newlines around a marker": lambda n: [*["\n"] * n, "</think>" + "\n" * n],
+    "markers in halves": lambda n: ["</think", ">"] * (n // 2),
+    "empty pieces": lambda n: ["", "\n"] * (n // 2),
+    "almost a stop sequence": lambda n: ["a" * 99 + "b"] * (n // 100),
+    "a prefix of a stop sequence": lambda n: ["a"] * n,
+    "a name without end": lambda n: [f'<{D} calls><{D} invoke name="'] + ["x"] * n,
+    "a string of beginnings": lambda n: [f'{OPEN_CALL}<{D} parameter name="k" string="true">'] + ["<"] * n,
+    "a value of closings": lambda n: [f'{OPEN_CALL}<{D} parameter name="k" string="false">'] + ["</" + D] * n,
+    "calls without end": lambda n: [f"<{D} calls>"] + [f'<{D} invoke name="f">'] * (n // 8),
+    "everything in one piece": lambda n: [block(*[call("f", parameter("k", "v"))] * (n // 8))],
+    "junk in one piece": lambda n: [f"<{D} calls>" + "<a>" * n],
+    "names in a name": lambda n: [f"<{D} calls>"] + [f"<{D} invoke {'name=' * 150}>"] * (n // 150),
+}
+
+
+@pytest.mark.parametrize("output", ADVERSARIAL)
 @pytest.mark.parametrize("mode", ["keep", "repair"])
-def test_time_is_linear_in_the_length_of_an_adversarial_output(pieces: Callable[[int], list[str]], mode: str) -> None:
+def test_time_is_linear_in_the_length_of_an_adversarial_output(output: str, mode: str) -> None:
+    pieces = ADVERSARIAL[output]
     options = recipe.ParsingOptions.from_dict(
         {
             "thinking_initial_stage": "ReasoningStart",

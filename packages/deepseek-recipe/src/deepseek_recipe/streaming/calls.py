@@ -37,11 +37,12 @@ Mode = Literal["repair", "reject"]
 
 # One character that stands for the special token; a noncharacter, which no text may contain.
 _DSML: Final = "\ufdd0"
-_MAX_TAG: Final = 4096  # characters from "<" to ">"; longer is no tag
+_MAX_TAG: Final = 1024  # characters from "<" to ">"; longer is no tag
 
 _CLOSINGS: Final = tuple(
     f"</{_DSML}{gap}{tag}>" for gap in (" ", "") for tag in ("parameter", "invoke", "calls", "tool_calls")
 )
+_LONGEST_CLOSING: Final = max(map(len, _CLOSINGS))
 _CLOSING = re.compile(f"</{_DSML} ?(parameter|invoke|calls|tool_calls)>")
 _OPENING = re.compile(f"<{_DSML} ?(invoke|parameter|calls|tool_calls)\\b(.*)>", re.DOTALL)
 _STRICT_INVOKE = re.compile(r' name="([^\s"\'<>]+)"')
@@ -63,6 +64,7 @@ class CallReader:
         self._dsml = dsml
         self._spelled = ""  # text that may become the spelling of the special token
         self._buffer = ""
+        self._at = 0  # what of the buffer has been read
         self._parts: list[tuple[PartKind, str]] = []
         self._keys: set[str] | None = None  # of the open call
         self._value: _Value | None = None
@@ -76,12 +78,13 @@ class CallReader:
 
         Raises: MalformedToolCallError in "reject" mode.
         """
-        self._buffer += self._with_marks(text, origin)
+        self._buffer = self._buffer[self._at :] + self._with_marks(text, origin)
+        self._at = 0
         while not self.is_closed and self._step():
             pass
         consumed = len(text)
         if self.is_closed:
-            rest, self._buffer = self._buffer, ""
+            rest, self._at = self._buffer[self._at :], len(self._buffer)
             if self._rejects:
                 self._require_blank(rest + self._spelled, "after the block of calls")
             else:
@@ -97,8 +100,8 @@ class CallReader:
         if not self.is_closed:
             self._deviate("the output ends inside a block of calls")
             if self._value is not None:
-                is_cut_tag = self._buffer.startswith("</")
-                self._add_to_value("" if is_cut_tag else self._buffer + self._spelled)
+                rest = self._buffer[self._at :]
+                self._add_to_value("" if rest.startswith("</") else rest + self._spelled)
                 self._end_value()
             self._end_call()
             self.is_closed = True
@@ -123,33 +126,32 @@ class CallReader:
         """Take one tag or stretch of text from the buffer; False if it needs more text."""
         if self._value is not None:
             return self._step_in_value()
-        start = self._buffer.find("<")
-        if start != 0:
-            gap = self._buffer if start < 0 else self._buffer[:start]
-            self._require_blank(gap, "between the tags of calls")
-            self._buffer = self._buffer[len(gap) :]
+        buffer, at = self._buffer, self._at
+        start = buffer.find("<", at)
+        if start != at:
+            self._at = len(buffer) if start < 0 else start
+            self._require_blank(buffer[at : self._at], "between the tags of calls")
             return start > 0
-        end = self._buffer.find(">", 0, _MAX_TAG)
+        end = buffer.find(">", at, at + _MAX_TAG)
         if end < 0:
-            if len(self._buffer) < _MAX_TAG:
+            if len(buffer) - at < _MAX_TAG:
                 return False
-            end = 0
-        tag, self._buffer = self._buffer[: end + 1], self._buffer[end + 1 :]
-        self._read_tag(tag)
+            end = at  # too long for a tag: the "<" is junk
+        self._at = end + 1
+        self._read_tag(buffer[at : end + 1])
         return True
 
     def _step_in_value(self) -> bool:
-        closing = _CLOSING.search(self._buffer)
+        buffer, at = self._buffer, self._at
+        closing = _CLOSING.search(buffer, at)
         if closing is None:
-            start = self._buffer.rfind("<")
-            tail = self._buffer[start:] if start >= 0 else ""
-            if not tail or not any(tag.startswith(tail) for tag in _CLOSINGS):
-                start = len(self._buffer)
-            self._add_to_value(self._buffer[:start])
-            self._buffer = self._buffer[start:]
+            start = buffer.rfind("<", at)
+            tail = buffer[start:] if start >= 0 and len(buffer) - start < _LONGEST_CLOSING else ""
+            self._at = start if tail and any(tag.startswith(tail) for tag in _CLOSINGS) else len(buffer)
+            self._add_to_value(buffer[at : self._at])
             return False
-        self._add_to_value(self._buffer[: closing.start()])
-        self._buffer = self._buffer[closing.end() :]
+        self._at = closing.end()
+        self._add_to_value(buffer[at : closing.start()])
         self._end_value()
         if closing[1] != "parameter":
             self._deviate(f"a parameter that is closed by {closing[1]!r}")

@@ -1,7 +1,9 @@
 r"""The raw input of a custom tool, read out of its JSON arguments while they are being written.
 
-{"input": "*** Begin\nPatch"}      ─▶  *** Begin⏎Patch          unescaped; what follows the string is ignored
-{"other": 1}                       ─▶  {"other": 1}             anything else stays as it is
+    {"input": "*** Begin\nPatch"}      ─▶  *** Begin⏎Patch          unescaped; what follows the string is ignored
+    {"other": 1}                       ─▶  {"other": 1}             anything else stays as it is
+
+A backslash that begins no valid escape stands for itself.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from typing import Final
 __all__ = ["CustomInput"]
 
 _PREFIX: Final = '{"input": "'
-# Characters and whole escapes; a surrogate pair is one escape.
-_STRING_PART = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*'
+_HIGH: Final = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a surrogate pair
+_PIECE = re.compile(
+    rf"""[^"\\]+|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{{4}}|{_HIGH}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}"""
 )
+_CUT_ESCAPE = re.compile(rf"\\(?:u[0-9a-fA-F]{{0,3}})?|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 
 
 class CustomInput:
@@ -47,15 +50,26 @@ class CustomInput:
 
     def finish(self) -> str:
         """What is still held at the end of the call, as it is."""
-        return "" if self._is_done or self._in_string else self._take_held()
+        return "" if self._is_done else self._take_held()
 
     def _unescape_held(self) -> str:
-        part = _STRING_PART.match(self._held)
-        complete = part.group() if part else ""
-        self._held = self._held[len(complete) :]
-        if self._held.startswith('"'):
-            self._is_done = True
-        return json.loads(f'"{complete}"', strict=False)
+        shown: list[str] = []
+        held, i = self._held, 0
+        while i < len(held) and not self._is_done:
+            piece = _PIECE.match(held, i)
+            if piece is not None:
+                text = piece.group()
+                shown.append(json.loads(f'"{text}"') if text[0] == "\\" else text)
+                i = piece.end()
+            elif held[i] == '"':
+                self._is_done = True
+            elif _CUT_ESCAPE.fullmatch(held, i):
+                break
+            else:
+                shown.append("\\")
+                i += 1
+        self._held = held[i:]
+        return "".join(shown)
 
     def _take_held(self) -> str:
         held, self._held = self._held, ""

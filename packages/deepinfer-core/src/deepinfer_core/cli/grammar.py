@@ -1,8 +1,8 @@
 """`deepinfer grammar`: does a text satisfy a schema, a regular expression or a grammar, and what of it is enforced?
 
-    $ deepinfer grammar --json person.json --accepts '{"name":"Ada"}'
-    no: illegal at character 13, "}"; there must come ",\\"age\\":"
-    enforced: properties, required, type
+$ deepinfer grammar --json person.json --accepts '{"name":"Ada"}'
+no: illegal at character 13, "}"; there must come ",\\"age\\":"
+enforced: properties, required, type
 """
 
 from __future__ import annotations

@@ -60,21 +60,23 @@ class GrammarConstraint:
         masks = [self._mask()]
         try:
             self._walk(drafts[:room], kept, masks)
-            if len(kept) < room:
-                self._walk(self._forced()[: room - len(kept)], kept, masks)
+            while len(kept) < room and self._walk(self._forced()[: room - len(kept)], kept, masks):
+                pass  # the end token may be forced behind the last forced text
         finally:
             self._phase, self._progress, num_fed = before
             self._matcher.rollback(self._num_fed - num_fed)
             self._num_fed = num_fed
         return ConstrainedRows(kept, masks)
 
-    def _walk(self, tokens: Sequence[int], kept: list[int], masks: list[UInt32Mask | None]) -> None:
-        """Take `tokens` as far as they are legal; after the end token there is nothing to draft."""
+    def _walk(self, tokens: Sequence[int], kept: list[int], masks: list[UInt32Mask | None]) -> int:
+        """Take `tokens` as far as they are legal; returns how many. After the end token there is nothing to draft."""
+        num_before = len(kept)
         for token in tokens:
             if self._has_ended or not self._take(token):
-                return
+                break
             kept.append(token)
             masks.append(self._mask())
+        return len(kept) - num_before
 
     def _forced(self) -> list[int]:
         if self._phase is not _Phase.INSIDE or self._has_ended:

@@ -32,7 +32,7 @@ class _TokenSource:
         self.bos_token_id = None
         self.encode: Callable[[str], list[int]] | None = None
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
         if self.encode is None or not isinstance(text, str):  # llguidance tries bytes first
             raise TypeError("text is a str, once the encoder is set")
         return self.encode(text)

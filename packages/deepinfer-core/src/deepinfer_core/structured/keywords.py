@@ -40,14 +40,18 @@ def demands_nothing(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
         case "not":
             return value is False
         case "if":
-            return "then" not in schema and "else" not in schema
+            return all(_allows_all(schema.get(branch, True)) for branch in ("then", "else"))
         case "then" | "else":
-            return "if" not in schema or value is True or value == {}
+            return "if" not in schema or _allows_all(value)
         case "minContains" | "maxContains":
             return "contains" not in schema
         case "unevaluatedItems" | "unevaluatedProperties" | "propertyNames":
-            return value is True or value == {}
+            return _allows_all(value)
         case "dependencies" | "dependentRequired" | "dependentSchemas":
             return value == {}
         case _:
             return False
+
+
+def _allows_all(schema: Any) -> bool:
+    return schema is True or schema == {}

@@ -202,7 +202,7 @@ class _Writer:
             case Choice(options):
                 return f"({' | '.join(self._of(option) for option in options)})"
             case Repeat(item, low, high):
-                return self._of(item) + _quantifier(low, high)
+                return f"({self._of(item)}){_quantifier(low, high)}"
             case Chars():
                 raise ValueError("a character is always a lexeme")
 

@@ -74,9 +74,9 @@ class Matcher:
         """Allowed tokens [ceil(V / 32)], read-only; never empty. Raises GrammarError if they cost too much to find."""
         if self.is_exhausted:
             return self._only_the_end()
-        mask = np.frombuffer(self._state.compute_bitmask(), np.uint32)
+        mask = np.frombuffer(self._state.compute_bitmask(), np.uint32)  # llguidance's may be a word longer
         check_matcher(self._state)
-        return mask
+        return mask[: self._grammar.vocabulary.num_mask_words]
 
     def forced(self) -> list[int]:
         """Tokens that must follow, split as the tokenizer would split their text; the end token if nothing else can."""

@@ -16,7 +16,7 @@ from deepinfer_core.errors import GrammarError
 
 __all__ = ["remove_impossible"]
 
-_SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
+_NESTED: Final = frozenset({"object", "array"})
 
 
 def remove_impossible(root: dict[str, Any], nodes: list[dict[str, Any]], targets: dict[int, Any]) -> None:
@@ -59,14 +59,15 @@ class _Rules:
             return False
         if not all(self._known(part) for part in node.get("allOf", ())):
             return False
-        return all(any(self._known(part) for part in node[word]) for word in ("anyOf", "oneOf") if word in node)
+        branches: list[list[Any]] = [node[word] for word in ("anyOf", "oneOf") if node.get(word)]
+        return all(any(self._known(part) for part in parts) for parts in branches)
 
     def _by_type(self, node: dict[str, Any]) -> bool:
         if "const" in node or "enum" in node:
             return True
         given: Any = node.get("type", "null")
         types = {given} if isinstance(given, str) else set(cast("list[str]", given))
-        if types & _SCALARS:
+        if types - _NESTED:  # scalars, and names that llguidance will refuse
             return True
         return ("object" in types and self._object(node)) or ("array" in types and self._array(node))
 

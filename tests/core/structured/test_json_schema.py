@@ -1,0 +1,168 @@
+"""What becomes of each keyword: enforced, without effect, or refused with its name and place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from deepinfer_core.config.sampling import StructuredOutput
+from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured import GrammarCompiler, check_text
+from deepinfer_core.structured.keywords import ANNOTATIONS, ENFORCED, REFUSED
+
+
+def _accepts(compiler: GrammarCompiler, schema: Any, text: str) -> bool:
+    return check_text(StructuredOutput(json=schema), text, compiler=compiler).accepted
+
+
+_DEMANDING: dict[str, Any] = {
+    "not": {"type": "string"},
+    "if": {"type": "string"},
+    "contains": {"type": "null"},
+    "uniqueItems": True,
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {"a": {"required": ["b"]}},
+    "dependencies": {"a": ["b"]},
+    "propertyNames": {"maxLength": 2},
+    "unevaluatedProperties": False,
+    "unevaluatedItems": False,
+    "$dynamicRef": "#node",
+    "$recursiveRef": "#",
+    "divisibleBy": 2,
+    "disallow": "string",
+    "extends": {"type": "string"},
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("keyword", _DEMANDING)
+def test_a_keyword_that_cannot_be_enforced_is_refused_by_name_and_place(
+    keyword: str, byte_grammars: GrammarCompiler
+) -> None:
+    inner = {keyword: _DEMANDING[keyword]} | ({"then": {"minLength": 1}} if keyword == "if" else {})
+    schema = {"type": "object", "properties": {"p": {"anyOf": [{"type": "null"}, inner]}}}
+    with pytest.raises(GrammarError, match=re.escape(f"'{keyword}' at #/properties/p/anyOf/1")):
+        byte_grammars.compile(StructuredOutput(json=schema))
+
+
+@pytest.mark.bad_input
+def test_a_keyword_behind_a_reference_is_refused_too(byte_grammars: GrammarCompiler) -> None:
+    schema = {"$ref": "#/components/x", "components": {"x": {"not": {"type": "null"}}}}
+    with pytest.raises(GrammarError, match="'not' at #/components/x"):
+        byte_grammars.compile(StructuredOutput(json=schema))
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"uniqueItems": False},
+        {"uniqueItems": True, "maxItems": 1},
+        {"not": False},
+        {"if": {"type": "string"}},
+        {"then": {"type": "null"}},
+        {"if": {"type": "string"}, "then": True, "else": {}},
+        {"minContains": 2},
+        {"unevaluatedProperties": True},
+        {"propertyNames": {}},
+        {"dependentRequired": {}},
+    ],
+)
+def test_a_keyword_that_demands_nothing_is_left_out(neutral: dict[str, Any], byte_grammars: GrammarCompiler) -> None:
+    assert _accepts(byte_grammars, {"type": "array", "items": {"const": 1}} | neutral, "[1]")
+
+
+def test_every_keyword_has_one_fate() -> None:
+    assert not ENFORCED & REFUSED
+    assert not ANNOTATIONS & (ENFORCED | REFUSED)
+
+
+def test_annotations_are_ignored_and_unknown_words_are_reported(byte_grammars: GrammarCompiler) -> None:
+    schema = {"type": "integer", "title": "t", "minLenght": 3, "x-note": 1}
+    verdict = check_text(StructuredOutput(json=schema), "7", compiler=byte_grammars)
+    assert verdict.accepted
+    assert verdict.enforced == ("type",)
+    assert verdict.ignored == ("minLenght", "x-note")
+
+
+@pytest.mark.bad_input
+def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="'contains'"):
+        byte_grammars.compile(
+            StructuredOutput(json={"x-guidance": {"lenient": True}, "type": "array", "contains": {"type": "null"}})
+        )
+    schema = {"x-guidance": {"whitespace_flexible": True, "coerce_one_of": True}, "type": "object"}
+    assert not _accepts(byte_grammars, schema, '{ "a": 1}')
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (False, "no value satisfies"),
+        ({"type": "text"}, "Invalid type"),
+        ({"type": 5}, "type 5"),
+        ({"properties": []}, "#/properties"),
+        ({"items": 3}, "#/items"),
+        ({"anyOf": {}}, "#/anyOf"),
+        ({"anyOf": []}, "anyOf is empty"),
+        ({"minItems": -1}, "#/minItems"),
+        ({"minLength": 1.5}, "#/minLength"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength (5)"),
+        ({"type": "integer", "minimum": 1.2, "maximum": 1.7}, "contains no integer"),
+        ({"type": "string", "format": "fancy"}, "Unknown format"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"patternProperties": {"^a": True, "b$": False}, "type": "object"}, "not disjoint"),
+        ({"type": "object", "minProperties": 2}, "come twice"),
+        ({"const": 2**60}, "2**53"),
+        ({"enum": [1e300]}, "2**53"),
+        ({"enum": ["bell \x07"]}, "control character"),
+        ({"$ref": "#/$defs/none"}, "'#/$defs/none' at #"),
+        ({"$ref": "other.json"}, "nothing is fetched"),
+        ({"$ref": 5}, "at #"),
+    ],
+)
+def test_a_schema_that_makes_no_sense_is_refused_with_the_reason(
+    schema: Any, reason: str, byte_grammars: GrammarCompiler
+) -> None:
+    with pytest.raises(GrammarError, match=re.escape(reason)):
+        byte_grammars.compile(StructuredOutput(json=schema))
+
+
+def test_an_endless_part_that_need_not_be_written_cannot_be_begun(byte_grammars: GrammarCompiler) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "null"}},
+        "$defs": {"x": {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}},
+    }
+    assert _accepts(byte_grammars, schema, '{"b":null}')
+    assert check_text(StructuredOutput(json=schema), '{"a":{"x":', compiler=byte_grammars).position in range(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "items": [{"const": 1}, {"$ref": "#/items/0"}], "additionalItems": False}, "[1,1]", "[1,2]"),
+        ({"type": "integer", "maximum": 5, "exclusiveMaximum": True}, "4", "5"),
+        ({"$ref": "#x", "definitions": {"x": {"$id": "#x", "type": "null"}}}, "null", "1"),
+        ({"type": "array", "additionalItems": {"type": "null"}}, "[1]", "{}"),
+    ],
+)
+def test_older_drafts_mean_what_they_meant(schema: Any, good: str, bad: str, byte_grammars: GrammarCompiler) -> None:
+    assert _accepts(byte_grammars, schema, good)
+    assert not _accepts(byte_grammars, schema, bad)
+
+
+def test_a_key_cannot_be_spelled_in_a_second_way_to_escape_its_schema(byte_grammars: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    assert _accepts(byte_grammars, schema, '{"a":1,"b":"x"}')
+    assert not _accepts(byte_grammars, schema, '{"\\u0061":"x"}')
+
+
+def test_json_is_compact(byte_grammars: GrammarCompiler) -> None:
+    structured = StructuredOutput(json_object=True)
+    assert check_text(structured, '{"a":[1,{"b":"x y"}]}', compiler=byte_grammars).accepted
+    assert check_text(structured, '{"a": 1}', compiler=byte_grammars).position == 5
+    assert check_text(structured, "[]", compiler=byte_grammars).position == 0

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from deepinfer_core.chat import ChatCodec, ChatOutput, ChatPrompt
 from deepinfer_core.config.checks import shown
 from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
@@ -57,6 +58,7 @@ class LLM:
         self._engine = assemble_engine(self.config)
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
+        self._codec: ChatCodec | None = None  # made when the first chat begins
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -101,14 +103,42 @@ class LLM:
 
         Closing the generator aborts the request. Raises as `generate` does, at the first piece.
         """
-        pieces: deque[Chunk] = deque()
         (request,) = self._requests([prompt], sampling_params, parse_special)
-        request.stream_to(pieces.append)
-        with self._submitted([request]):
-            while not request.output.finished:
-                self._book.distribute(self._engine.loop.step())
-                while pieces:
-                    yield pieces.popleft()
+        return self._stream(request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        **fields: Any,
+    ) -> ChatOutput:
+        """Answer a conversation in the model's chat format.
+
+        messages: as Chat Completions has them (system, user, assistant, tool). thinking: let the model think first.
+        fields: any further field of a Chat Completions request: tools, tool_choice, response_format, reasoning_effort,
+        stop, temperature ... sampling_params: what the request leaves open. Tool calls, JSON and strict schemas are
+        enforced by a grammar. Raises RequestError, before any work, for a request that cannot be converted.
+        """
+        codec, prompt = self._chat_prompt(messages, sampling_params, thinking, fields)
+        (request,) = self._requests([prompt.token_ids], prompt.params, parse_special=False)
+        for _ in codec.events(prompt, self._stream(request)):
+            pass
+        return codec.finish(prompt, request.output)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        **fields: Any,
+    ) -> Generator[dict[str, Any]]:
+        """Like `chat`, as Chat Completions chunks (dictionaries) while they come. Closing it aborts the request."""
+        codec, prompt = self._chat_prompt(messages, sampling_params, thinking, fields)
+        (request,) = self._requests([prompt.token_ids], prompt.params, parse_special=False)
+        return (event.to_dict() for event in codec.events(prompt, self._stream(request)))
 
     def close(self) -> None:
         """End the worker threads. The object cannot generate afterwards."""
@@ -147,6 +177,27 @@ class LLM:
         return requests
 
     # ---- work -------------------------------------------------------------------------------------------------------
+
+    def _stream(self, request: PreparedRequest) -> Generator[Chunk]:
+        pieces: deque[Chunk] = deque()
+        request.stream_to(pieces.append)
+        with self._submitted([request]):
+            while not request.output.finished:
+                self._book.distribute(self._engine.loop.step())
+                while pieces:
+                    yield pieces.popleft()
+
+    def _chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        thinking: bool,
+        fields: Mapping[str, Any],
+    ) -> tuple[ChatCodec, ChatPrompt]:
+        if self._codec is None:
+            self._codec = ChatCodec(self._engine.folder, self.tokenizer.eos_token_id, self.max_model_len)
+        body = {"messages": list(messages), "thinking": {"type": "enabled" if thinking else "disabled"}}
+        return self._codec, self._codec.prepare(body | dict(fields), params)
 
     @contextmanager
     def _submitted(self, requests: list[PreparedRequest]) -> Generator[None]:

@@ -1,0 +1,199 @@
+"""Chat on top of generation: messages in, a message out, through the protocol codec `deepseek_recipe`.
+
+    body --ChatCompletionRequest.convert--> conversation --encode--> token ids --engine--> chunks
+    chunks --StreamProcessor--> Chat Completions events --accumulate--> response {message, reasoning, tool calls, usage}
+
+Needs the package deepseek-recipe of this project (`deepinfer-core[chat]`), imported when the first chat begins. What
+the request demands of the answer's form (JSON, a regular expression, tool calls) is enforced by a grammar, not hoped
+for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deepinfer_core.config.sampling import SamplingParams, StructuredOutput
+from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.outputs import Chunk, RequestOutput
+
+__all__ = ["ChatCodec", "ChatOutput", "ChatPrompt"]
+
+MODEL_NAME = "DeepSeek-V4.1-Flash"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """One answer of the assistant. `response` is the whole Chat Completions response."""
+
+    response: dict[str, Any]
+    output: RequestOutput
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message: content, reasoning_content, tool_calls; can be appended to the conversation."""
+        return self.response["choices"][0]["message"]
+
+    @property
+    def content(self) -> str:
+        """The text of the answer."""
+        return self.message.get("content") or ""
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought before it; empty without thinking."""
+        return self.message.get("reasoning_content") or ""
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Calls as Chat Completions has them: id, function name, arguments as JSON text."""
+        return self.message.get("tool_calls") or []
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length, tool_calls .."""
+        return self.response["choices"][0]["finish_reason"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A converted request: what the engine gets, and the codec's state for its answer."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    processor: Any  # deepseek_recipe.StreamProcessor
+    response: Any  # deepseek_recipe.ChatCompletionResponse
+
+
+class ChatCodec:
+    """Encodes conversations for one model and decodes its answers.
+
+    folder: of the checkpoint, for its tokenizer.json. Raises ConfigError where the codec is missing or another one.
+    """
+
+    def __init__(self, folder: Path, eos_token_id: int, max_model_len: int) -> None:
+        self._recipe = _load_recipe()
+        self._tokenizer = self._recipe.Tokenizer.from_file(folder / "tokenizer.json")
+        self._eos_token_id, self._max_model_len = eos_token_id, max_model_len
+        self._num_requests = 0
+
+    def prepare(self, body: Mapping[str, Any], params: SamplingParams | None = None) -> ChatPrompt:
+        """body: a Chat Completions request (dialect "extended"). params: what the body leaves open; the body wins.
+
+        Raises RequestError with the codec's reason.
+        """
+        recipe = self._recipe
+        options = recipe.ConversionOptions(dialect="extended")
+        try:
+            request = recipe.ChatCompletionRequest({"model": MODEL_NAME} | dict(body))
+            converted = request.convert(options)
+            encoding = recipe.encoding_for(converted.model_version).with_tokenizer(self._tokenizer)
+            token_ids = encoding.encode(converted.conversation)
+            grammar = _grammar_of(converted.inference_options.output_constraint, self._tokenizer)
+        except (ValueError, RuntimeError, recipe.ConversionError) as error:
+            raise RequestError(f"the chat request cannot be converted: {error}") from error
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        identity = f"chatcmpl-{number}"
+        generator = recipe.ChatCompletionRequest.chunk_generator(converted, identity, MODEL_NAME)
+        return ChatPrompt(
+            token_ids,
+            self._params(converted, len(token_ids), params or SamplingParams(max_tokens=None), grammar),
+            recipe.StreamProcessor(generator, converted.parsing_options, self._tokenizer),
+            recipe.ChatCompletionResponse(identity, MODEL_NAME, 0, 0, 0),
+        )
+
+    def events(self, prompt: ChatPrompt, chunks: Iterable[Chunk]) -> Generator[Any]:
+        """Chat Completions chunks, as the engine's chunks come; also accumulated for `finish`."""
+        for chunk in chunks:
+            for event in prompt.processor.push(self.to_inference_chunk(chunk)):
+                prompt.response.accumulate(event)
+                yield event
+            if prompt.processor.finished:  # a stop sequence ended the answer before the engine did
+                return
+
+    def finish(self, prompt: ChatPrompt, output: RequestOutput) -> ChatOutput:
+        """The response after all events were read."""
+        return ChatOutput(json.loads(prompt.response.to_json()), output)
+
+    def to_inference_chunk(self, chunk: Chunk) -> Any:
+        """A chunk of the engine as `deepseek_recipe.InferenceChunk`, the form that every processor of it takes."""
+        recipe = self._recipe
+        if chunk.kind == "ready":
+            usage = recipe.PromptUsage(prompt_tokens=chunk.prompt_tokens, prompt_cache_hit_tokens=chunk.cached_tokens)
+            return recipe.InferenceChunk.ready(prompt_usage=usage, system_fingerprint=chunk.fingerprint)
+        if chunk.kind == "text":
+            ended = bool(chunk.token_ids) and chunk.token_ids[-1] == self._eos_token_id
+            tokens = chunk.token_ids[:-1] if ended else chunk.token_ids  # the end token is no part of the answer
+            return recipe.InferenceChunk.tokens(tokens, _logprobs(chunk, len(tokens)))
+        if chunk.finish_reason == "error":
+            raise RequestError(chunk.error or "the request failed")
+        reasons = recipe.InferenceFinishReason
+        return recipe.InferenceChunk.finish(reasons.Length if chunk.finish_reason == "length" else reasons.Stop)
+
+    def _params(
+        self, converted: Any, prompt_tokens: int, params: SamplingParams, grammar: StructuredOutput | None
+    ) -> SamplingParams:
+        options = converted.inference_options
+        changes: dict[str, Any] = {
+            name: value
+            for name in (
+                "temperature",
+                "top_p",
+                "seed",
+                "n",
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+            )
+            if (value := getattr(options, name, None)) is not None
+        }
+        if options.logprobs:
+            changes["logprobs"] = options.top_logprobs or 0
+        if params.max_tokens is None:
+            changes["max_tokens"] = converted.resolve_max_tokens(prompt_tokens, self._max_model_len)
+        if grammar is not None:
+            changes["structured"] = grammar
+        return replace(params, skip_special_tokens=False, **changes)
+
+
+def _load_recipe() -> ModuleType:
+    try:
+        recipe = import_module("deepseek_recipe")
+    except ImportError as error:
+        raise ConfigError(
+            "chat needs the package deepseek-recipe of this project; install deepinfer-core[chat]"
+        ) from error
+    provider = getattr(recipe, "__provider__", "the official one")
+    if provider != "deepinfer":
+        raise ConfigError(
+            f"the installed deepseek_recipe is {provider}, not this project's; uninstall it and install "
+            "deepinfer-core[chat]"
+        )
+    return recipe
+
+
+def _grammar_of(constraint: Any, tokenizer: Any) -> StructuredOutput | None:
+    """The codec's output constraint in the engine's terms."""
+    if constraint is None:
+        return None
+    grammar = constraint.grammar(tokenizer)
+    after: Sequence[int] | None = None
+    if grammar.after is not None:
+        after = [tokenizer.special_token_id(grammar.after.default_str())]
+    field = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]
+    return StructuredOutput(**{field: grammar.text}, after=after)
+
+
+def _logprobs(chunk: Chunk, count: int) -> list[Any] | None:
+    if chunk.logprobs is None:
+        return None
+    entries: list[Any] = []
+    for token, table in list(zip(chunk.token_ids, chunk.logprobs, strict=True))[:count]:
+        entries.append((table[token].logprob, [(other, entry.logprob) for other, entry in table.items()]))
+    return entries

@@ -50,6 +50,12 @@ def test_flags_that_are_not_given_set_nothing() -> None:
     assert parsed() == ({}, {})
 
 
+def test_a_choice_may_be_none_or_an_alias() -> None:
+    assert parsed("--accelerator", "none", "--prefix-replay", "none")[0] == {"accelerator": None, "prefix_replay": None}
+    given, _ = parsed("--decoder-prefill", "bounded")
+    assert resolve_settings(given, {}).config.cache.decoder_prefill == "compact"
+
+
 def test_a_switch_needs_no_value() -> None:
     assert parsed("--quiet", "--ignore-eos") == ({"quiet": True}, {"ignore_eos": True})
 
@@ -135,11 +141,12 @@ def test_generate_reads_a_prompt_from_standard_input(
 def test_kernels_names_the_source_of_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
     from deepinfer_core.kernels.contract import OPS
 
-    assert main(["kernels", "--accelerator", "cpu", "--model", MODEL, "--json"]) == 0
+    plain = ["kernels", "--accelerator", "cpu", "--cpu-kernels", "reference", "--model", MODEL]
+    assert main([*plain, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert {one["op"] for one in value["operations"]} == set(OPS)
     assert {one["from"] for one in value["operations"]} == {"reference"}
-    assert main(["kernels", "--accelerator", "cpu", "--model", MODEL]) == 0
+    assert main(plain) == 0
     table = capsys.readouterr().out
     assert all(op in table for op in OPS)
 

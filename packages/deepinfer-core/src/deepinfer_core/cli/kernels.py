@@ -21,6 +21,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--model", help="the model whose shapes count: a folder, a hub name, or 'tiny'")
     parser.add_argument("--accelerator", choices=all_settings()["accelerator"].choices, help="as the setting")
+    parser.add_argument(
+        "--cpu-kernels", choices=all_settings()["cpu_kernels"].choices, default="auto", help="as the setting (auto)"
+    )
     parser.add_argument("--dtype", choices=all_settings()["dtype"].choices, help="as the setting")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_provider(args.accelerator or read_text("DEEPINFER_ACCELERATOR"), statuses)
     config = ModelConfig.from_folder(resolve_model(args.model, accelerator=choice.name, weights=False))
     dtype = args.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
-    _, sources = build_kernels(choice, config, getattr(torch, dtype))
+    _, sources = build_kernels(choice, config, getattr(torch, dtype), cpu_kernels=args.cpu_kernels)
     providers = [
         (status.name, True, status.result.summary)
         if isinstance(status.result, Capability)

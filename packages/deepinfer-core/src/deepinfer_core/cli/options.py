@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any
 
-from deepinfer_core.config.engine import Setting, all_settings, parse_text
+from deepinfer_core.config.engine import Setting, all_settings, parse_text, union_members
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import RequestError
 
@@ -89,18 +89,19 @@ def _flag(name: str) -> str:
 
 
 def _value(annotation: Any) -> dict[str, Any]:
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    options = union_members(annotation)
     if bool in options and int not in options:
         return {"nargs": "?", "const": "1", "metavar": "0|1"}
     kind = next(option for option in options if option is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
-        return {"choices": typing.get_args(kind)}
+        # No argparse choices: the setting itself knows its aliases and refuses the rest with the same error everywhere.
+        return {"metavar": "|".join(typing.get_args(kind))}
     return {"metavar": {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")}
 
 
 def _scalar(annotation: Any) -> Any:
     """`int | bool | None` (prompt_logprobs) is a number on the command line."""
-    options = typing.get_args(annotation)
+    options = union_members(annotation)
     return int | None if bool in options and int in options else annotation
 
 

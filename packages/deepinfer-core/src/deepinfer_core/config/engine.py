@@ -37,7 +37,9 @@ __all__ = [
     "ResolvedSettings",
     "Setting",
     "all_settings",
+    "parse_text",
     "resolve_settings",
+    "union_members",
 ]
 
 Accelerator = Literal["cpu", "nvidia", "ascend"]
@@ -282,9 +284,17 @@ _BOOLEANS = MappingProxyType(
 )
 
 
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """`int | None` -> (int, NoneType); what is no union is its only member."""
+    # `int | None` is a types.UnionType, `Literal["a"] | None` a typing.Union.
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members: tuple[Any, ...] = typing.get_args(annotation) if is_union else (annotation,)
+    return members
+
+
 def parse_text(name: str, annotation: Any, text: str) -> Any:
     """`text` as a value of type `annotation`: bool, int, float, str, Literal, tuple of floats, each perhaps or None."""
-    options: tuple[Any, ...] = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    options = union_members(annotation)
     if types.NoneType in options and text.lower() == "none":
         return None
     kind = next(option for option in options if option is not types.NoneType)

@@ -80,7 +80,9 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     _check_tokenizer(tokenizer, model_config)
     speculation = _speculation(config.speculation, model_config)
     dtype = _dtype(config, choice)
-    kernels, op_sources = build_kernels(choice, model_config, dtype)
+    kernels, op_sources = build_kernels(
+        choice, model_config, dtype, cpu_kernels=config.cpu_kernels, cache_dir=config.jit_cache_dir
+    )
     _check_batch_invariance(config, choice)
     weights = load_model_weights(
         folder,

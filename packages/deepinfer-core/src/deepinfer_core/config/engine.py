@@ -275,7 +275,8 @@ _SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType({
 
 def _from_variable(variable: str, text: str) -> Any:
     if variable in _SWITCHES:
-        return _SWITCHES[variable][parse_text(variable, bool, text)]
+        position: int = parse_text(variable, bool, text)
+        return _SWITCHES[variable][position]
     return parse_text(variable, all_settings()[SETTING_OF_VARIABLE[variable]].annotation, text)
 
 

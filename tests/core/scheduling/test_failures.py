@@ -329,3 +329,14 @@ def test_a_device_that_is_always_out_of_step_ends_every_request() -> None:
     expected = submit_all(engine)
     engine.run(max_steps=100)
     check(engine, expected, failed=set(expected))
+
+
+@pytest.mark.parametrize("failed_wait", range(4))
+def test_prompt_logprobs_are_handed_out_once_though_the_prompt_is_computed_again(failed_wait: int) -> None:
+    engine = make_engine(overlap=False, faults=Faults(waits={failed_wait}))
+    prompt = prompt_of(150)
+    number = engine.scheduler.add(prompt, SamplingParams(max_tokens=9, prompt_logprobs=0), seed=2)
+    seen: list[int] = []
+    while engine.loop.has_work:
+        seen += [entry.token_id for entry in engine.step().prompt_logprobs.get(number, ())]
+    assert seen == prompt[1:]

@@ -12,6 +12,7 @@ from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.budget import survivals
 from deepinfer_core.scheduling.cost import CostModel, CostTable
 from deepinfer_core.scheduling.speculation import AcceptanceMeter, DraftPolicy, SpeculationPlanner, promised_tokens
+from tests.core.scheduling.harness import make_engine
 
 TABLE = CostTable((4, 8, 16, 64), (1.0, 2.0, 3.0, 9.0), captured_rows=16)
 DEPTH = 5
@@ -174,3 +175,32 @@ def test_drafting_that_was_switched_off_is_probed_and_comes_back() -> None:
     assert planner.policy is DraftPolicy.NONE
     steps(2_000, accepted=2)
     assert planner.policy is not DraftPolicy.NONE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_neither_policy_nor_budget_sees_the_drafts_that_it_decides_on(seed: int) -> None:
+    """With ratio verification a draft must not vote, through the confidences after it, on its own verification."""
+    rng = np.random.default_rng(seed)
+    caps = np.full(6, 3)
+    stale = survivals(rng.random((3, 6)).astype(np.float32), caps)
+    first = rng.random(6).astype(np.float32)
+    outcomes: set[tuple[DraftPolicy, bool]] = set()
+    for successors in range(8):
+        model = CostModel(
+            CostTable((1, 64), (1.0, 2.0 + seed / 4)), CostTable((1,), (0.1,)), max_rows=64, max_requests=8
+        )
+        planner = SpeculationPlanner(SpeculationConfig(num_drafts=3), model)
+        later = np.random.default_rng((seed, successors)).random((2, 6)).astype(np.float32)
+        fresh = survivals(np.concatenate((first[None], later)), caps)
+        fresh[1:, 1:] = 0.3 * fresh[:1, 1:]  # only request 0 has other successors
+        lengths = planner.lengths(fresh, stale, caps, 0, 18)
+        outcomes.add((planner.policy, bool(lengths[0] > 0)))
+    assert len(outcomes) == 1
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("max_rows", "max_requests"), [(63, 8), (64, 7)])
+def test_a_cost_model_that_does_not_reach_the_largest_step_is_refused(max_rows: int, max_requests: int) -> None:
+    model = CostModel(TABLE, CostTable((1,), (0.1,)), max_rows=max_rows, max_requests=max_requests)
+    with pytest.raises(ConfigError, match="steps may have 64 and 8: measure it that far"):
+        make_engine(cost=model, max_num_batched_tokens=64, max_num_seqs=8)

@@ -42,6 +42,14 @@ Verification = Literal["coupled", "ratio"]
 
 _MAX_BLOCKS: Final = 2**31 - 1
 _MAX_DRAFTS: Final = 32
+_DECODER_PREFILL: Final[dict[str, DecoderPrefill]] = {
+    "full": "full",
+    "exact": "exact",
+    "compact": "compact",
+    "mask": "mask",
+    "bounded": "compact",  # the name that prefix_replay has for the same idea
+    "off": "full",  # the original's name
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +93,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _optional("num_blocks", self.num_blocks, 1, _MAX_BLOCKS)
         check_number("memory_fraction", self.memory_fraction, 0.0, 1.0, ConfigError, above_low=True)
-        aliases: dict[str, DecoderPrefill] = {"bounded": "compact", "off": "full"}
-        object.__setattr__(self, "decoder_prefill", aliases.get(self.decoder_prefill, self.decoder_prefill))
-        check_choice("decoder_prefill", self.decoder_prefill, ("full", "exact", "compact", "mask"), ConfigError)
+        check_choice("decoder_prefill", self.decoder_prefill, tuple(_DECODER_PREFILL), ConfigError)
+        object.__setattr__(self, "decoder_prefill", _DECODER_PREFILL[self.decoder_prefill])
         _optional("keep_tokens", self.keep_tokens, 1, 2**20)
         if self.prefix_replay is not None:
             check_choice("prefix_replay", self.prefix_replay, ("off", "exact", "bounded"), ConfigError)
@@ -161,7 +168,9 @@ def _hexadecimal(name: str, value: Any) -> None:
 
 def _temperatures(values: Any, num_drafts: int) -> None:
     if not isinstance(values, tuple) or not values:
-        raise ConfigError(f"confidence_temperatures is {shown(values)}; give a tuple of positive numbers")
+        raise ConfigError(
+            f"confidence_temperatures is {shown(cast('object', values))}; give a tuple of positive numbers"
+        )
     numbers = cast("tuple[Any, ...]", values)
     for i, number in enumerate(numbers):
         check_number(f"confidence_temperatures[{i}]", number, 0.01, 100.0, ConfigError)

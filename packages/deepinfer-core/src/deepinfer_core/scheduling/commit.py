@@ -169,7 +169,12 @@ class Committer:
         for segment, entries in result.prompt_logprobs.items():
             slot = int(plan.segment_slot[segment])
             if table.generation[slot] == plan.segment_generation[segment]:
-                found[int(table.number[slot])] = entries
+                request = table.request(slot)
+                first = int(plan.row_position[plan.segment_start[segment]])
+                new = entries[max(0, request.prompt_scored - first) :]  # a request that is computed again scores again
+                request.prompt_scored = max(request.prompt_scored, first + len(entries))
+                if new:
+                    found[request.number] = new
         return found
 
 

@@ -61,11 +61,15 @@ class CostTable:
 
 
 class CostModel:
-    """Prior tables with a correction a point, learned from the steps that ran."""
+    """Prior tables with a correction a point, learned from the steps that ran.
+
+    max_rows, max_requests: of a step; tables are continued to there.
+    """
 
     def __init__(self, verify: CostTable, draft: CostTable, *, max_rows: int, max_requests: int) -> None:
         self._verify = verify
-        self._max_rows = max_rows
+        self.max_rows = max_rows
+        self.max_requests = max_requests
         self._correction = np.ones(len(verify.rows))
         self._observed = 0
         self._prior_seconds = verify.dense(max_rows)
@@ -82,14 +86,14 @@ class CostModel:
 
     def observe(self, rows: int, num_drafting: int, seconds: float) -> None:
         """Correct the model by a step that took `seconds` for `rows` rows and drafts for `num_drafting` requests."""
-        rows = min(rows, self._max_rows)
+        rows = min(rows, self.max_rows)
         ratio = (seconds - self.draft_seconds(num_drafting)) / self._prior_seconds[rows]
         ratio = min(max(ratio, 1 / _MAX_CORRECTION), _MAX_CORRECTION)
         point = min(int(np.searchsorted(self._verify.rows, rows)), len(self._correction) - 1)
         self._correction[point] += _CORRECTION_RATE * (ratio - self._correction[point])
         self._observed += 1
         if self._observed % _REBUILD_STEPS == 0:
-            self._verify_seconds = self._verify.dense(self._max_rows, self._correction)
+            self._verify_seconds = self._verify.dense(self.max_rows, self._correction)
 
 
 def _monotone(values: Float64Array) -> Float64Array:

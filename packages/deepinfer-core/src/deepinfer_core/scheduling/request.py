@@ -110,6 +110,7 @@ class Request:
     slot: int = -1
     keys: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as they were needed
     drafts: list[int] = field(default_factory=list[int])  # the newest proposals, kept for `constraint` only
+    prompt_scored: int = 0  # prompt tokens after the first whose log-probabilities were handed out
     strikes: int = 0  # failed steps it took part in
     suspect_until: int = 0  # runs alone until it has this many tokens
     hit_tokens: int = 0

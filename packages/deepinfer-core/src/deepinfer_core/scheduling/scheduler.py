@@ -22,7 +22,7 @@ import numpy as np
 
 from deepinfer_core.config.checks import check_integer, check_integers
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS, SchedulerConfig, SpeculationConfig
-from deepinfer_core.errors import CapacityError, EngineError, RequestError
+from deepinfer_core.errors import CapacityError, ConfigError, EngineError, RequestError
 from deepinfer_core.scheduling.commit import Committer
 from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.endings import check_result
@@ -76,6 +76,8 @@ class Scheduler:
             raise CapacityError(
                 f"a request may have {self.max_model_len} tokens; it needs a prompt token and room for one"
             )
+        if cost is not None:
+            _check_reach(cost, config)
         self._config = config
         self._rules = rules
         self._hasher = hasher
@@ -277,6 +279,14 @@ class Scheduler:
                 f"{len(self._flights)} plans are left"
             )
         self._ledger.pool.check_idle()
+
+
+def _check_reach(cost: CostModel, config: SchedulerConfig) -> None:
+    if cost.max_rows < config.max_num_batched_tokens or cost.max_requests < config.max_num_seqs:
+        raise ConfigError(
+            f"the cost model reaches to {cost.max_rows} rows and {cost.max_requests} requests; steps may have "
+            f"{config.max_num_batched_tokens} and {config.max_num_seqs}: measure it that far"
+        )
 
 
 def _prompt_array(prompt: Sequence[int] | Int64Array, max_model_len: int) -> Int64Array:

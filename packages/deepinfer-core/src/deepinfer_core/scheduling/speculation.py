@@ -13,13 +13,12 @@ how fast tokens come, never which.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from deepinfer_core.config.scheduler import SpeculationConfig
-from deepinfer_core.scheduling.budget import choose_budget, fill_budget
+from deepinfer_core.scheduling.budget import Float64Array, choose_budget, fill_budget
 from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
@@ -72,15 +71,13 @@ class AcceptanceMeter:
         rate = (self._taken + _PRIOR_ACCEPTANCE) / (self._tried + 1.0)
         return np.cumprod(np.minimum(rate, 1.0)).astype(np.float32)
 
+    def expected_tokens(self, lengths: Int64Array) -> float:
+        """Drafts that will be accepted of `lengths` [R] verified ones, by what was measured."""
+        return float((_at_least(lengths, len(self._tried)) * self.survival()).sum())
+
     def realised_share(self) -> float:
         """Accepted drafts over the sum of their promised survivals."""
         return min(2.0, self._realised / self._promised)
-
-
-@dataclass(slots=True)
-class _Choice:
-    lengths: Int64Array
-    rate: float
 
 
 class SpeculationPlanner:
@@ -115,40 +112,42 @@ class SpeculationPlanner:
             self._steps_without += 1
             return np.zeros(len(caps), np.int64)
         self._steps_without = 0
-        if self.cost is None or not self._scheduled:
-            return caps if available <= max_drafts else fill_budget(max_drafts, survival, caps)
-        return self._guarded(self.cost, survival, stale, caps, other_rows, max_drafts)
+        budget = min(max_drafts, available)
+        if self.cost is not None and self._scheduled:
+            drafting = self.cost.draft_seconds(len(caps))
+            seconds = self.cost.verify_seconds(len(caps) + other_rows, budget + 1)
+            was_off = self.policy is DraftPolicy.NONE
+            budget = self._choose(stale, caps, seconds, drafting)
+            if was_off and self.policy is DraftPolicy.NONE:  # the drafts are there because this is a probe
+                return self._probe(caps, seconds, drafting)
+        return caps if budget == available else fill_budget(budget, survival, caps)
 
-    def _guarded(
-        self, cost: CostModel, survival: FloatArray, stale: FloatArray, caps: Int64Array, other_rows: int, most: int
-    ) -> Int64Array:
-        requests = len(caps)
-        rows = requests + other_rows
-        drafting = cost.draft_seconds(requests)
-        seconds = cost.verify_seconds(rows, min(most, int(caps.sum())) + 1) + drafting
+    def _choose(self, stale: FloatArray, caps: Int64Array, seconds: Float64Array, drafting: float) -> int:
+        """Let the guard set the policy, and return its budget. Sees nothing of the drafts that it decides on.
 
-        budget = choose_budget(stale, caps, seconds, requests)
-        scheduled = fill_budget(budget, survival, caps)
-        promised = promised_tokens(stale, scheduled) * self.meter.realised_share()
-        fixed = caps if int(caps.sum()) < len(seconds) else fill_budget(len(seconds) - 1, survival, caps)
-        measured = np.concatenate((np.zeros(1), np.cumsum(self.meter.survival(), dtype=np.float64)))
-
-        choices = {
-            DraftPolicy.NONE: _Choice(np.zeros(requests, np.int64), requests / (float(seconds[0]) - drafting)),
-            DraftPolicy.FIXED: _Choice(
-                fixed, (requests + float(measured[fixed].sum())) / float(seconds[int(fixed.sum())])
-            ),
-            DraftPolicy.SCHEDULED: _Choice(scheduled, (requests + promised) / float(seconds[int(scheduled.sum())])),
+        seconds [<= K + 1] = the target's pass with k drafts; drafting = the drafter's.
+        """
+        requests, most = len(caps), len(seconds) - 1
+        budget = choose_budget(stale, caps, seconds + drafting, requests)
+        promised = promised_tokens(stale, fill_budget(budget, stale, caps)) * self.meter.realised_share()
+        measured = self.meter.expected_tokens(caps if most == int(caps.sum()) else fill_budget(most, stale, caps))
+        rates = {
+            DraftPolicy.NONE: requests / float(seconds[0]),
+            DraftPolicy.FIXED: (requests + measured) / (float(seconds[most]) + drafting),
+            DraftPolicy.SCHEDULED: (requests + promised) / (float(seconds[budget]) + drafting),
         }
-        best = max(choices, key=lambda policy: choices[policy].rate)
-        if choices[best].rate > _STAY * choices[self.policy].rate:
+        best = max(rates, key=lambda policy: rates[policy])
+        if rates[best] > _STAY * rates[self.policy]:
             self.policy = best
-        elif self.policy is DraftPolicy.NONE:  # the drafts are there because this is a probe
-            probe = np.minimum(caps, np.maximum(0, _PROBE_DRAFTS - (np.cumsum(caps) - caps)))
-            extra = float(seconds[min(int(probe.sum()), len(seconds) - 1)] - seconds[0]) + drafting
-            self._probe_after = max(_PROBE_STEPS, math.ceil(extra / (_PROBE_SHARE * (float(seconds[0]) - drafting))))
-            return probe if int(probe.sum()) < len(seconds) else choices[DraftPolicy.NONE].lengths
-        return choices[self.policy].lengths
+        return {DraftPolicy.NONE: 0, DraftPolicy.FIXED: most, DraftPolicy.SCHEDULED: budget}[self.policy]
+
+    def _probe(self, caps: Int64Array, seconds: Float64Array, drafting: float) -> Int64Array:
+        """Verify the drafts of the first few requests, and put the next probe off until this one is paid for."""
+        before = np.cumsum(caps) - caps
+        lengths = np.minimum(caps, np.maximum(0, min(_PROBE_DRAFTS, len(seconds) - 1) - before))
+        extra = float(seconds[int(lengths.sum())] - seconds[0]) + drafting
+        self._probe_after = max(_PROBE_STEPS, math.ceil(extra / (_PROBE_SHARE * float(seconds[0]))))
+        return lengths
 
     def observe(self, num_verified: Int64Array, num_accepted: Int64Array, promised_tokens: float) -> None:
         """Learn from a committed step."""

@@ -30,7 +30,7 @@ from deepinfer_core.config.checks import shown
 from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import RequestError
-from deepinfer_core.outputs import Chunk, RequestOutput
+from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
 from deepinfer_core.runtime.assembly import assemble_engine
 from deepinfer_core.text import Tokenizer
@@ -64,6 +64,15 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.tokenizer
+
+    @property
+    def provenance(self) -> Provenance:
+        """What answers of this object are a function of, beside prompt, parameters and seed."""
+        return self._engine.provenance
+
+    def statistics(self) -> dict[str, object]:
+        """Counters since the start; flat names with units."""
+        return self._engine.statistics()
 
     @property
     def max_model_len(self) -> int:

@@ -162,6 +162,8 @@ class RequestFactory:
 
     def start(self, request: PreparedRequest) -> None:
         """Give it its arrival number and the seeds that follow from it."""
+        request.output.sampling_params = request.params
+        request.output.provenance = self._engine.provenance
         seed = request_seed(request.params.seed, self._seed, self._num_requests)
         request.start(str(self._num_requests), seed)
         self._num_requests += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deepinfer_core.outputs.answer import Answer
 from deepinfer_core.outputs.chunks import Chunk, ChunkText
+from deepinfer_core.outputs.replay import Provenance, first_difference, read_replay
 from deepinfer_core.outputs.shapes import CompletionOutput, FinishReason, Logprob, RequestOutput, logprob_table
 
 __all__ = [
@@ -13,6 +14,9 @@ __all__ = [
     "CompletionOutput",
     "FinishReason",
     "Logprob",
+    "Provenance",
     "RequestOutput",
+    "first_difference",
     "logprob_table",
+    "read_replay",
 ]

@@ -9,8 +9,11 @@ output.outputs[i].logprobs       [{id: Logprob, ..}, ..]           the drawn tok
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from deepinfer_core.config.sampling import SamplingParams
+from deepinfer_core.outputs.replay import Provenance, replay_bytes, replay_token
 from deepinfer_core.scheduling.plan import TokenLogprobs
 from deepinfer_core.text import Tokenizer
 
@@ -62,11 +65,23 @@ class RequestOutput:
     seed: int = 0  # of answer 0; others are derived from it
     num_cached_tokens: int = 0  # prompt tokens whose cache was reused
     notes: tuple[str, ...] = ()  # what the request's parameters made the engine do otherwise than usual
+    sampling_params: SamplingParams | None = None
+    provenance: Provenance | None = None
 
     @property
     def finished(self) -> bool:
         """Whether all answers are finished."""
         return all(output.finished for output in self.outputs)
+
+    @property
+    def replay_token(self) -> str:
+        """32 hex digits that name this answer and all that it is a function of (outputs/replay.py)."""
+        return replay_token(self)
+
+    def save_replay(self, path: str | Path) -> str:
+        """Write what `deepinfer replay` needs to draw the answer again; returns the replay token."""
+        Path(path).write_bytes(replay_bytes(self))
+        return self.replay_token
 
 
 def logprob_table(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from deepinfer_core import __version__
 from deepinfer_core.checkpoint.loader import load_model_weights
 from deepinfer_core.checkpoint.memory_plan import kv_bytes_per_token
 from deepinfer_core.checkpoint.resolve import resolve_model
@@ -26,6 +27,7 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
+from deepinfer_core.outputs import Provenance
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.runtime.step_costs import measure_costs
@@ -55,6 +57,7 @@ class AssembledEngine:
     runner: Runner
     scheduler: Scheduler
     loop: EngineLoop[Future[StepResult]]
+    provenance: Provenance
 
     def statistics(self) -> dict[str, object]:
         """Counters of scheduler and device since the start; flat names with units."""
@@ -128,8 +131,22 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         cost=cost,
     )
     loop = make_loop(scheduler, runner, overlap=config.scheduler.overlap)
+    provenance = Provenance(
+        __version__,
+        weights.fingerprint,
+        {
+            "kernels": "+".join(sorted({source.provider for source in op_sources})),
+            "device": choice.device,
+            "dtype": str(dtype).removeprefix("torch."),
+            "decoder_prefill": rules.decoder_prefill,
+            "keep_tokens": rules.keep_tokens,
+            "prefix_replay": rules.prefix_replay,
+            "verification": speculation.verification,
+            "deterministic": config.deterministic,
+        },
+    )
     return AssembledEngine(
-        folder, model_config, weights.fingerprint, tokenizer, choice, op_sources, runner, scheduler, loop
+        folder, model_config, weights.fingerprint, tokenizer, choice, op_sources, runner, scheduler, loop, provenance
     )
 
 

@@ -27,7 +27,7 @@ _GROUP_CHARS = 16 * _CHUNK_CHARS  # what goes to the backend in one batch
 _MAX_WORDS = 131_072  # per generation of the word memory
 _MAX_WORD_CHARS = 64
 _NEW_WORDS_LIMIT = 3  # a chunk with more than one new word in three goes to the backend as a whole
-_MAX_PAUSE = 64
+_MAX_PAUSE = 32
 _ALONE_CHARS = 512
 _BYTES_PER_ID = 36  # an int and its place in a list
 _TEXT_OVERHEAD_BYTES = 160
@@ -77,7 +77,7 @@ class StretchEncoder:
         self._stretches = StretchMemory(cache_bytes)
         self._words: dict[str, Ids] = {}
         self._old_words: dict[str, Ids] = {}
-        self._pause = 0  # chunks to leave to the backend, since the text does not repeat its words
+        self._pause = 0  # groups to leave to the backend, since the text does not repeat its words
         self._next_pause = 1
 
     def encode(self, stretches: Sequence[str]) -> list[Ids]:
@@ -117,9 +117,11 @@ class StretchEncoder:
         parts: list[str] = []
         pieces_of: list[list[str] | None] = []
         num_parts: list[int] = []
+        is_paused = self._pause > 0
+        self._pause -= is_paused
         for chunk in chunks:
-            own, own_pieces = [chunk], [self._pieces(chunk, pretokenizer)]
-            if own_pieces[0] is None and len(chunk) > 2 * _FINE_CHUNK_CHARS and not self._pause:
+            own, own_pieces = [chunk], [None if is_paused else pretokenizer.pieces(chunk)]
+            if own_pieces[0] is None and len(chunk) > 2 * _FINE_CHUNK_CHARS and not is_paused:
                 own = list(pretokenizer.chunks(chunk, _FINE_CHUNK_CHARS))
                 own_pieces = [pretokenizer.pieces(part) for part in own]
             parts += own
@@ -134,6 +136,7 @@ class StretchEncoder:
         out: list[Ids | None] = []
         whole: list[int] = []
         new_words: dict[str, None] = {}
+        num_unlike = 0
         for index, pieces in enumerate(pieces_of):
             out.append(None)
             if pieces is None:
@@ -142,15 +145,14 @@ class StretchEncoder:
             ids = list(map(words.get, pieces))
             if None not in ids:
                 out[index] = list(chain.from_iterable(ids))  # pyright: ignore[reportArgumentType] - no None in it
-                self._next_pause = 1
                 continue
             new = self._still_new(piece for piece, known in zip(pieces, ids, strict=True) if known is None)
             if len(new) * _NEW_WORDS_LIMIT > len(pieces):
                 whole.append(index)
-                self._pause, self._next_pause = self._next_pause - 1, min(2 * self._next_pause, _MAX_PAUSE)
+                num_unlike += 1
             else:
                 new_words.update(new)
-                self._next_pause = 1
+        self._settle_pause(num_unlike, len(chunks) - len(whole))
         texts = [*new_words, *(chunks[index] for index in whole)]
         encoded = self._from_backend(texts) if texts else []
         words.update(zip(new_words, map(tuple, encoded), strict=False))
@@ -165,11 +167,12 @@ class StretchEncoder:
             self._old_words, self._words = words, {}
         return out  # pyright: ignore[reportReturnType] - every place is filled
 
-    def _pieces(self, chunk: str, pretokenizer: Pretokenizer) -> list[str] | None:
-        if self._pause:
-            self._pause -= 1
-            return None
-        return pretokenizer.pieces(chunk)
+    def _settle_pause(self, num_unlike: int, num_alike: int) -> None:
+        """Leaves ever more groups to the backend while most chunks are unlike what is remembered."""
+        if num_unlike > num_alike:
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
+        elif num_alike:
+            self._next_pause = 1
 
     def _still_new(self, pieces: Iterable[str]) -> dict[str, None]:
         """The different pieces without those of the older generation, which are taken over."""

@@ -83,6 +83,16 @@ def test_measured_survival_approaches_the_true_one() -> None:
     assert meter.survival() == pytest.approx([0.9, 0.54, 0.162], abs=0.04)
 
 
+@pytest.mark.parametrize(("accepted", "collapsed"), [(0, True), (1, False)])
+def test_a_drafter_that_belongs_to_other_weights_is_noticed(accepted: int, collapsed: bool) -> None:
+    meter = AcceptanceMeter(3)
+    for _ in range(50):
+        assert not (meter.has_collapsed and meter.verified.sum() < 1_000)
+        meter.observe(np.full(16, 3), np.full(16, accepted), 1.0)
+    assert meter.has_collapsed is collapsed
+    assert not AcceptanceMeter(0).has_collapsed
+
+
 # ---- the guard, in a simulated world of requests with true acceptances ----------------------------------------------
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_core.scheduling.plan import Int32Array, Int64Array, StepPlan
-from deepinfer_core.scheduling.planner import StepDraft
+from deepinfer_core.scheduling.planner import StepSegments
 from deepinfer_core.scheduling.slots import Phase, SlotTable
 
 __all__ = ["Flight", "land", "launch"]
@@ -30,22 +30,22 @@ class Flight:
     computed: tuple[tuple[int, int, int], ...]  # (slot, generation, prompt rows below this position are computed)
 
 
-def launch(table: SlotTable, plan: StepPlan, draft: StepDraft) -> Flight:
-    """Note in `table` that `plan`, built from `draft`, is on its way."""
-    for admission in draft.admissions:
+def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
+    """Note in `table` that `plan`, built from `segments`, is on its way."""
+    for admission in segments.admissions:
         table.announced[admission.slot] = True
-    for segment in draft.prefill:
+    for segment in segments.prefill:
         table.next_position[segment.slot] = segment.first + segment.count
-    sampling = [segment for segment in draft.prefill if segment.samples]
+    sampling = [segment for segment in segments.prefill if segment.samples]
     new = np.array([segment.slot for segment in sampling], np.int64)
     table.phase[new] = Phase.DECODE
-    slots = np.concatenate((draft.decode.slots, new))
-    lengths = np.concatenate((draft.decode.lengths, np.zeros(len(new), np.int64)))
+    slots = np.concatenate((segments.decode.slots, new))
+    lengths = np.concatenate((segments.decode.lengths, np.zeros(len(new), np.int64)))
     table.in_flight_min[slots] += 1
     table.in_flight_max[slots] += 1 + lengths
-    table.held_drafts[draft.decode.slots] = draft.decode.proposals
+    table.held_drafts[segments.decode.slots] = segments.decode.proposals
     table.held_drafts[new] = [segment.proposals for segment in sampling]
-    computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in draft.prefill)
+    computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in segments.prefill)
     return Flight(plan, slots, table.generation[slots], lengths, computed)
 
 

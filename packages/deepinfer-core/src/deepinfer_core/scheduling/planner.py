@@ -21,13 +21,13 @@ from deepinfer_core.scheduling.rows import DecodeSegments, PrefillSegment
 from deepinfer_core.scheduling.slots import Phase
 from deepinfer_core.scheduling.speculation import SpeculationPlanner
 
-__all__ = ["Planner", "StepDraft"]
+__all__ = ["Planner", "StepSegments"]
 
 _PROMPT_SHARE = 4  # of the rows of a step, one in so many is kept from drafts while prompts wait
 
 
 @dataclass(frozen=True, slots=True)
-class StepDraft:
+class StepSegments:
     """The segments of a step and who came in for it."""
 
     decode: DecodeSegments
@@ -48,19 +48,19 @@ class Planner:
         self._max_rows = config.max_num_batched_tokens
         self._max_chunk = config.max_prefill_chunk_tokens or config.max_num_batched_tokens
 
-    def draft(self) -> StepDraft:
+    def next_segments(self) -> StepSegments:
         """Segments of the next step."""
         suspect = self._life.quarantine.next_suspect()
         if suspect is not None:
             admission = self._life.admit_suspect(suspect)
             segment = None if admission is None else self._chunk(admission.slot, self._max_rows)
             if admission is None or segment is None:
-                return StepDraft(_no_decode(), [], ())
-            return StepDraft(_no_decode(), [segment], (admission,))
+                return StepSegments(_no_decode(), [], ())
+            return StepSegments(_no_decode(), [segment], (admission,))
         decode = self._decode()
         num_rows = int(decode.lengths.sum()) + len(decode.slots)
         prefill, admissions = self._prefill(self._max_rows - num_rows)
-        return StepDraft(decode, prefill, admissions)
+        return StepSegments(decode, prefill, admissions)
 
     # ---- decode -----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from deepinfer_core.scheduling.endings import check_result
 from deepinfer_core.scheduling.flight import Flight, land, launch
 from deepinfer_core.scheduling.ledger import BlockLedger
 from deepinfer_core.scheduling.lifecycle import Lifecycle
-from deepinfer_core.scheduling.plan import Int64Array, StepPlan, StepResult, TokenSource, UInt8Array
+from deepinfer_core.scheduling.plan import Int64Array, RowKind, StepPlan, StepResult, UInt8Array
 from deepinfer_core.scheduling.planner import Planner
 from deepinfer_core.scheduling.prefix_index import PrefixHasher
 from deepinfer_core.scheduling.replay import ReplayRules
@@ -172,12 +172,12 @@ class Scheduler:
         quarantine = self._life.quarantine
         if self._flights and (quarantine.alone is not None or quarantine.next_suspect() is not None):
             return None
-        draft = self._planner.draft()
-        if draft.is_empty:
+        segments = self._planner.next_segments()
+        if segments.is_empty:
             return None
         releases, self._life.releases = tuple(self._life.releases), []
-        plan = build_plan(self._step, self._table, draft.decode, draft.prefill, draft.admissions, releases)
-        self._flights.append(launch(self._table, plan, draft))
+        plan = build_plan(self._step, self._table, segments.decode, segments.prefill, segments.admissions, releases)
+        self._flights.append(launch(self._table, plan, segments))
         self._step += 1
         self._count(plan)
         return plan
@@ -186,7 +186,7 @@ class Scheduler:
         stats = self._life.stats
         stats.steps += 1
         stats.rows += plan.num_rows
-        stats.prefill_rows += int(np.count_nonzero(plan.row_source == TokenSource.GIVEN))
+        stats.prefill_rows += int(np.count_nonzero(plan.row_kind <= RowKind.REPLAY))
         stats.peak_used_blocks = max(stats.peak_used_blocks, self._ledger.num_used)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutputs:

@@ -30,6 +30,8 @@ _PROBE_SHARE = 0.01  # of the time
 _DECAY = 0.98  # of the acceptance counts, a step
 _PRIOR_ACCEPTANCE = 0.8  # of each draft, given the ones before it, until counts say otherwise
 _PRIOR_WEIGHT = 4.0
+_COLLAPSED_BELOW = 0.1  # of first drafts; a drafter that fits its target gets most of them right
+_ENOUGH_DRAFTS = 1_000
 _STAY = 1.01  # another policy must promise so many times the rate of the current one
 
 
@@ -70,6 +72,11 @@ class AcceptanceMeter:
         """Measured probability that drafts 1..j are all accepted [D]."""
         rate = (self._taken + _PRIOR_ACCEPTANCE) / (self._tried + 1.0)
         return np.cumprod(np.minimum(rate, 1.0)).astype(np.float32)
+
+    @property
+    def has_collapsed(self) -> bool:
+        """Whether hardly any draft is accepted, as when the drafter belongs to other weights: worth a warning."""
+        return bool(self.verified.sum() >= _ENOUGH_DRAFTS and self.survival()[0] < _COLLAPSED_BELOW)
 
     def expected_tokens(self, lengths: Int64Array) -> float:
         """Drafts that will be accepted of `lengths` [R] verified ones, by what was measured."""

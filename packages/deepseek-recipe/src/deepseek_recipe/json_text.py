@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeGuard, cast
 
 import msgspec
@@ -207,16 +208,12 @@ def _check_depth(value: Any, data: bytes) -> None:
     """Refuses more than `MAX_DEPTH` nested containers, level by level and so without recursion."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner: list[Any] = []
-        for one in level:
-            for child in one.values() if type(one) is dict else one:
-                if type(child) is dict or type(child) is list:
-                    inner.append(child)  # noqa: PERF401 - twice as fast as a comprehension over both types
-        if not inner:
+    level: list[Any] = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        children = chain.from_iterable(one.values() if is_object(one) else one for one in level)
+        level = [child for child in children if isinstance(child, (dict, list))]
+        if not level:
             return
-        level = inner
     raise JsonTextError(_TOO_DEEP)
 
 

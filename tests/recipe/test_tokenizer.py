@@ -180,6 +180,7 @@ def test_a_conversation_that_grew_has_the_ids_of_a_fresh_one(
         for segment, special in zip(rendered.segments, rendered.is_special, strict=True):
             wanted += [v41_tokenizer.special_token_id(segment)] if special else oracle_ids(plain_backend, segment)
         assert encoding.encode(conversation) == wanted
+        assert b"".join(map(v41_tokenizer.vocabulary.token_bytes, wanted)).decode() == rendered.prompt
 
 
 @settings(max_examples=100, deadline=None)

@@ -13,7 +13,7 @@ from deepinfer_core.runtime.engine_loop import make_loop
 from deepinfer_core.runtime.simulated import Faults, Ticket
 from deepinfer_core.scheduling.plan import StepPlan, StepResult
 from deepinfer_core.scheduling.request import ConstrainedRows, FinishReason, Stop
-from tests.core.scheduling.harness import VOCAB, Engine, alone, make_engine
+from tests.core.scheduling.harness import VOCAB, Engine, alone, expect_short_answers, make_engine
 from tests.core.scheduling.test_scheduler import prompt_of
 
 PARAMS = SamplingParams(max_tokens=25, ignore_eos=True)
@@ -340,3 +340,21 @@ def test_prompt_logprobs_are_handed_out_once_though_the_prompt_is_computed_again
     while engine.loop.has_work:
         seen += [entry.token_id for entry in engine.step().prompt_logprobs.get(number, ())]
     assert seen == prompt[1:]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("first", [8, 60])
+def test_suspects_that_run_alone_get_the_memory_that_they_need(overlap: bool, first: int) -> None:
+    engine = make_engine(num_blocks=6, max_num_seqs=6, max_model_len=400, overlap=overlap)
+    expect_short_answers(engine)
+    launches = engine.device.num_launches
+    engine.device.faults = Faults(launches=[launches + first + i for i in range(2)])
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    expected = {
+        engine.scheduler.add(prompt_of(100, i), params, seed=i): alone(prompt_of(100, i), params, i, 400)
+        for i in range(5)
+    }
+    engine.run(max_steps=20_000)
+    assert engine.tokens == expected
+    assert engine.scheduler.stats.failed_steps == 2
+    engine.scheduler.check_idle()

@@ -67,8 +67,14 @@ def test_the_prompt_at_fault_is_named(llm: LLM) -> None:
 
 
 def test_a_constraint_is_never_ignored(llm: LLM) -> None:
-    with pytest.raises(GrammarError, match="cannot enforce"):
-        llm.generate("a", SamplingParams(structured=StructuredOutput(regex="a+")))
+    """What cannot be enforced is refused before any work; nothing is generated unconstrained."""
+    steps = llm.statistics()["steps"]
+    with pytest.raises(GrammarError, match="uniqueItems") as caught:
+        llm.generate(
+            ["a", "b"], SamplingParams(structured=StructuredOutput(json={"type": "array", "uniqueItems": True}))
+        )
+    assert caught.value.__notes__ == ["in prompt 0 of 2"]
+    assert llm.statistics()["steps"] == steps
 
 
 def test_the_longest_prompt_that_fits_runs(llm: LLM) -> None:

@@ -108,16 +108,16 @@ class ChatCodec:
         )
 
     def events(self, prompt: ChatPrompt, chunks: Iterable[Chunk]) -> Generator[Any]:
-        """Chat Completions chunks, as the engine's chunks come; also accumulated for `finish`."""
+        """Chat Completions chunks, as the engine's chunks come."""
         for chunk in chunks:
-            for event in prompt.processor.push(self.to_inference_chunk(chunk)):
-                prompt.response.accumulate(event)
-                yield event
+            yield from prompt.processor.push(self.to_inference_chunk(chunk))
             if prompt.processor.finished:  # a stop sequence ended the answer before the engine did
                 return
 
-    def finish(self, prompt: ChatPrompt, output: RequestOutput) -> ChatOutput:
-        """The response after all events were read."""
+    def collect(self, prompt: ChatPrompt, chunks: Iterable[Chunk], output: RequestOutput) -> ChatOutput:
+        """The whole response; `output` is complete when `chunks` has ended."""
+        for event in self.events(prompt, chunks):
+            prompt.response.accumulate(event)
         return ChatOutput(json.loads(prompt.response.to_json()), output)
 
     def to_inference_chunk(self, chunk: Chunk) -> Any:

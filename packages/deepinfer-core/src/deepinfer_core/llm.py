@@ -12,6 +12,7 @@ call (design.md 6). The seed of every answer is in its output.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from deepinfer_core.chat import ChatCodec, ChatOutput, ChatPrompt
 from deepinfer_core.config.checks import shown
 from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
 from deepinfer_core.runtime.assembly import assemble_engine
@@ -59,6 +60,8 @@ class LLM:
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._codec: ChatCodec | None = None  # made when the first chat begins
+        self._lock = threading.RLock()  # the scheduler is one thread's; calls of other threads wait for their turn
+        self._closed = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -102,7 +105,7 @@ class LLM:
             raise RequestError("multi_modal_data is given; this version reads text only")
         requests = self._requests(_prompt_list(prompts, prompt_token_ids), sampling_params, parse_special)
         with self._submitted(requests):
-            self._run(len(requests), use_tqdm and not self.config.quiet)
+            self._run(requests, use_tqdm and not self.config.quiet)
         return [request.output for request in requests]
 
     def stream(
@@ -132,9 +135,7 @@ class LLM:
         """
         codec, prompt = self._chat_prompt(messages, sampling_params, thinking, fields)
         (request,) = self._requests([prompt.token_ids], prompt.params, parse_special=False)
-        for _ in codec.events(prompt, self._stream(request)):
-            pass
-        return codec.finish(prompt, request.output)
+        return codec.collect(prompt, self._stream(request), request.output)
 
     def chat_stream(
         self,
@@ -151,8 +152,10 @@ class LLM:
 
     def close(self) -> None:
         """End the worker threads. The object cannot generate afterwards."""
-        self._factory.close()
-        self._engine.runner.close()
+        with self._lock:
+            self._closed = True
+            self._factory.close()
+            self._engine.runner.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -211,26 +214,35 @@ class LLM:
     @contextmanager
     def _submitted(self, requests: list[PreparedRequest]) -> Generator[None]:
         """Queue them; whatever is unfinished at the end (an error, Ctrl-C, a closed stream) is aborted."""
-        engine = self._engine
-        try:
-            for request in requests:
-                self._book.submit(request)
-            yield
-        finally:
-            open_numbers = [number for request in requests for number in self._book.open_numbers(request)]
-            for number in open_numbers:
-                engine.scheduler.abort(number)
-            while open_numbers and engine.loop.has_work:
-                self._book.distribute(engine.loop.step())
-            self._book.distribute(engine.scheduler.take_finished())
+        with self._lock:
+            if self._closed:
+                raise EngineError("this LLM is closed; make a new one")
+            try:
+                for request in requests:
+                    self._book.submit(request)
+                yield
+            finally:
+                self._abort(requests)
 
-    def _run(self, num_requests: int, show_progress: bool) -> None:
-        with tqdm(total=num_requests, desc="Generating", unit="prompt", disable=not show_progress) as bar:
+    def _abort(self, requests: list[PreparedRequest]) -> None:
+        engine = self._engine
+        open_numbers = [number for request in requests for number in self._book.open_numbers(request)]
+        for number in open_numbers:
+            engine.scheduler.abort(number)
+        while any(self._book.open_numbers(request) for request in requests) and engine.loop.has_work:
+            self._book.distribute(engine.loop.step())
+        self._book.distribute(engine.scheduler.take_finished())
+
+    def _run(self, requests: list[PreparedRequest], show_progress: bool) -> None:
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show_progress) as bar:
             num_tokens = 0
-            while self._engine.loop.has_work:
+            pending = {id(request) for request in requests}
+            while pending:
                 outputs = self._engine.loop.step()
                 num_tokens += int(outputs.num_tokens.sum())
-                bar.update(len(self._book.distribute(outputs)))
+                complete = pending.intersection(map(id, self._book.distribute(outputs)))
+                pending -= complete
+                bar.update(len(complete))
                 seconds = float(bar.format_dict["elapsed"])
                 if show_progress and seconds > 0:
                     bar.set_postfix_str(f"{num_tokens / seconds:.0f} tokens/s", refresh=False)

@@ -21,33 +21,35 @@ from deepinfer_core.scheduling.plan import Content, RowKind, StepPlan, TokenSour
 
 __all__ = ["measure_costs"]
 
-_REPEATS = 3
-_MAX_MEASURED_ROWS = 128  # a larger step's cost goes on with the slope of the last two sizes
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_BUDGET_S = 0.25  # for each table; two sizes are measured in any case
 _CONTEXT_TOKENS = 1024
 
 
 def measure_costs(runner: Runner, *, max_rows: int, max_requests: int) -> CostModel:
     """Measure on an idle runner. `max_rows`: rows of the largest step; `max_requests`: slots."""
-    verify = _table(lambda rows: _forward(runner, rows, max_requests), min(max_rows, _MAX_MEASURED_ROWS))
-    draft = _table(lambda requests: _propose(runner, requests), min(max_requests, _MAX_MEASURED_ROWS))
+    _forward(runner, 1, max_requests)  # first use allocates
+    verify = _table(lambda rows: _forward(runner, rows, max_requests), max_rows)
+    draft = _table(lambda requests: _propose(runner, requests), max_requests)
     return CostModel(verify, draft, max_rows=max_rows, max_requests=max_requests)
 
 
 def _table(run: Callable[[int], None], largest: int) -> CostTable:
-    sizes = [1]
-    while sizes[-1] * 2 <= largest:
-        sizes.append(sizes[-1] * 2)
-    return CostTable(tuple(sizes), tuple(_fastest(run, size) for size in sizes))
-
-
-def _fastest(run: Callable[[int], None], size: int) -> float:
-    run(size)  # first use allocates
+    sizes: list[int] = []
     seconds: list[float] = []
-    for _ in range(_REPEATS):
-        start = perf_counter()
-        run(size)
-        seconds.append(perf_counter() - start)
-    return min(seconds)
+    deadline = perf_counter() + _BUDGET_S
+    for size in _SIZES:
+        if size > largest or (len(sizes) > 1 and perf_counter() > deadline):
+            break
+        sizes.append(size)
+        seconds.append(min(_seconds(run, size) for _ in range(2)))
+    return CostTable(tuple(sizes), tuple(seconds))
+
+
+def _seconds(run: Callable[[int], None], size: int) -> float:
+    start = perf_counter()
+    run(size)
+    return perf_counter() - start
 
 
 def _forward(runner: Runner, rows: int, max_requests: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.native.dense import rows_of
-from deepinfer_core.kernels.native.library import Library, check
+from deepinfer_core.kernels.native.library import Library, failure
 
 __all__ = ["CacheOps", "IndexPlan"]
 
@@ -56,9 +56,10 @@ class CacheOps:
         rows, values = rows.contiguous(), rows_of(values)
         count, dim = values.shape
         status = self._write_rows(
-            cache.data_ptr(), cache.shape[0], rows.data_ptr(), values.data_ptr(), values.stride(0), count, dim, record
+            cache.data_ptr(), cache.shape[0], rows.data_ptr(), values.data_ptr(), values.stride()[0], count, dim, record
         )
-        check(status, "write to a cache")
+        if status:
+            raise failure(status, "write to a cache")
 
     def copy_rows(self, cache: Tensor, destination: Tensor, source: Tensor) -> None:
         """cache[destination] = cache[source]; the two row lists don't meet."""
@@ -66,21 +67,26 @@ class CacheOps:
         status = self._copy_rows(
             cache.data_ptr(), cache.shape[0], destination.data_ptr(), source.data_ptr(), source.shape[0], cache.shape[1]
         )
-        check(status, "copy_rows")
+        if status:
+            raise failure(status, "copy_rows")
 
     def round_index(self, x: Tensor) -> Tensor:
         """Index queries [..., Di], rounded."""
         x = x.contiguous()
-        out, dim = torch.empty(x.shape), x.shape[-1]
-        check(self._round_index(x.data_ptr(), out.data_ptr(), x.numel() // dim, dim), "round_index")
+        out, dim = torch.empty_like(x), x.shape[-1]
+        status = self._round_index(x.data_ptr(), out.data_ptr(), x.numel() // dim, dim)
+        if status:
+            raise failure(status, "round_index")
         return out
 
     def pool_pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """first, second [R, 2, D] -> [R, D]."""
         first, second = first.contiguous(), second.contiguous()
         rows, _, dim = first.shape
-        out = torch.empty(rows, dim)
-        check(self._pool_pairs(first.data_ptr(), second.data_ptr(), out.data_ptr(), rows, dim), "pool_pairs")
+        out = first.new_empty(rows, dim)
+        status = self._pool_pairs(first.data_ptr(), second.data_ptr(), out.data_ptr(), rows, dim)
+        if status:
+            raise failure(status, "pool_pairs")
         return out
 
     # ---- attention ---------------------------------------------------------------------------------------------------
@@ -105,14 +111,15 @@ class CacheOps:
         if entry_cache is not None and entries is not None:
             num_entries, entry_rows = entries.shape[1], entry_cache.shape[0]
             entry_address, plan_address = entry_cache.data_ptr(), entries.data_ptr()
-        out = torch.empty(rows, heads, dim)
+        out = torch.empty_like(q)
         threads = self._library.threads_for(2 * rows * heads * dim * (window.shape[1] + num_entries))
         status = self._attend(
             q.data_ptr(), window_cache.data_ptr(), window_cache.shape[0], window.data_ptr(), window.shape[1],
             entry_address, entry_rows, plan_address, num_entries, sink.contiguous().data_ptr(), out.data_ptr(),
             rows, heads, dim, threads,
         )  # fmt: skip
-        check(status, "attend")
+        if status:
+            raise failure(status, "attend")
         return out
 
     # ---- indexer -----------------------------------------------------------------------------------------------------
@@ -134,7 +141,7 @@ class CacheOps:
         iq, weights = iq.contiguous(), weights.contiguous()
         rows, heads, dim = iq.shape
         num_blocks = plan.blocks.shape[1]
-        out = torch.empty(rows, num_blocks * plan.entries_per_block)
+        out = iq.new_empty(rows, num_blocks * plan.entries_per_block)
         marks = None if candidates is None else candidates.contiguous()
         threads = self._library.threads_for(rows * heads * dim * out.shape[1])
         status = self._index_scores(
@@ -142,7 +149,8 @@ class CacheOps:
             plan.entries_per_block, plan.num_visible.data_ptr(), 0 if marks is None else marks.data_ptr(),
             0 if marks is None else marks.shape[1], candidate_block, out.data_ptr(), rows, heads, dim, threads,
         )  # fmt: skip
-        check(status, "index_scores")
+        if status:
+            raise failure(status, "index_scores")
         return out
 
     def candidate_blocks(self, scores: Tensor, num_visible: Tensor, block: int, top_blocks: int) -> Tensor:
@@ -154,7 +162,8 @@ class CacheOps:
             scores.data_ptr(), num_visible.data_ptr(), out.data_ptr(), rows, n, block, top_blocks,
             self._library.threads_for(8 * rows * n),
         )  # fmt: skip
-        check(status, "candidate_blocks")
+        if status:
+            raise failure(status, "candidate_blocks")
         return out
 
     def select_entries(self, scores: Tensor, k: int) -> Tensor:
@@ -163,5 +172,7 @@ class CacheOps:
         rows, n = scores.shape
         out = torch.empty(rows, k, dtype=torch.int64)
         threads = self._library.threads_for(50 * rows * n)  # a comparison of the selection counts as many multiply-adds
-        check(self._select_entries(scores.data_ptr(), out.data_ptr(), rows, n, k, threads), "select_entries")
+        status = self._select_entries(scores.data_ptr(), out.data_ptr(), rows, n, k, threads)
+        if status:
+            raise failure(status, "select_entries")
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_core.kernels.native.library import Library, check
+from deepinfer_core.kernels.native.library import Library, failure
 
 __all__ = ["DenseOps"]
 
@@ -28,12 +28,13 @@ class DenseOps:
         x, weight = rows_of(x), weight.contiguous()
         rows, inner = x.shape
         width = weight.shape[1]
-        out = torch.empty(rows, width)
+        out = x.new_empty(rows, width)
         threads = self._library.threads_for(rows * inner * width)
         status = self._linear(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, 1, inner, width, threads
+            x.data_ptr(), x.stride()[0], weight.data_ptr(), out.data_ptr(), rows, 1, inner, width, threads
         )
-        check(status, "linear")
+        if status:
+            raise failure(status, "linear")
         return out
 
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -41,34 +42,37 @@ class DenseOps:
         x, weight = x.contiguous(), weight.contiguous()
         rows, groups, inner = x.shape
         width = weight.shape[2]
-        out = torch.empty(rows, groups, width)
+        out = x.new_empty(rows, groups, width)
         threads = self._library.threads_for(rows * groups * inner * width)
         status = self._linear(
             x.data_ptr(), groups * inner, weight.data_ptr(), out.data_ptr(), rows, groups, inner, width, threads
         )
-        check(status, "grouped_linear")
+        if status:
+            raise failure(status, "grouped_linear")
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., D], weight [D] -> [..., D]."""
-        x = rows_of(x) if x.dim() == 2 else x.contiguous()
-        dim = x.shape[-1]
-        out = torch.empty(x.shape)
-        stride = x.stride(0) if x.dim() == 2 else dim
-        check(
-            self._rms_norm(
-                x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), x.numel() // dim if dim else 0, dim, eps
-            ),
-            "rms_norm",
-        )
+        dim = weight.shape[0]
+        if x.dim() == 2:
+            x = rows_of(x)
+            out, rows, stride = x.new_empty(x.shape), x.shape[0], x.stride()[0]
+        else:
+            x = x.contiguous()
+            out, rows, stride = torch.empty_like(x), x.numel() // dim, dim
+        status = self._rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, dim, eps)
+        if status:
+            raise failure(status, "rms_norm")
         return out
 
     def rope_table(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         """positions [R] int64, frequencies [P] -> [R, 2, 2P]."""
         positions, frequencies = positions.contiguous(), frequencies.contiguous()
         rows, pairs = positions.shape[0], frequencies.shape[0]
-        out = torch.empty(rows, 2, 2 * pairs)
-        check(self._rope_table(positions.data_ptr(), frequencies.data_ptr(), out.data_ptr(), rows, pairs), "rope_table")
+        out = frequencies.new_empty(rows, 2, 2 * pairs)
+        status = self._rope_table(positions.data_ptr(), frequencies.data_ptr(), out.data_ptr(), rows, pairs)
+        if status:
+            raise failure(status, "rope_table")
         return out
 
     def apply_rope(self, x: Tensor, table: Tensor, *, inverse: bool = False) -> Tensor:
@@ -76,12 +80,13 @@ class DenseOps:
         x, table = x.contiguous(), table.contiguous()
         rows, dim = x.shape[0], x.shape[-1]
         heads = x.shape[1] if x.dim() == 3 else 1
-        out = torch.empty(x.shape)
+        out = torch.empty_like(x)
         status = self._apply_rope(
             x.data_ptr(), heads * dim, table.data_ptr(), out.data_ptr(), rows, heads, dim, table.shape[-1],
             -1.0 if inverse else 1.0,
         )  # fmt: skip
-        check(status, "apply_rope")
+        if status:
+            raise failure(status, "apply_rope")
         return out
 
     def mhc_mix(
@@ -90,35 +95,39 @@ class DenseOps:
         """streams [R, S, D] -> pre [R, S], post [R, S], C [R, S, S]."""
         streams, fn = streams.contiguous(), fn.contiguous()
         rows, s, dim = streams.shape
-        pre, post, mix = torch.empty(rows, s), torch.empty(rows, s), torch.empty(rows, s, s)
+        pre, post, mix = base.new_empty(rows, s), base.new_empty(rows, s), base.new_empty(rows, s, s)
         threads = self._library.threads_for(rows * s * dim * fn.shape[1])
         status = self._mix(
             streams.data_ptr(), fn.data_ptr(), base.contiguous().data_ptr(), scale.contiguous().data_ptr(),
             pre.data_ptr(), post.data_ptr(), mix.data_ptr(), rows, s, dim, iterations, norm_eps, eps, threads,
         )  # fmt: skip
-        check(status, "mhc_mix")
+        if status:
+            raise failure(status, "mhc_mix")
         return pre, post, mix
 
     def mhc_collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
         """streams [R, S, D], pre [R, S] -> [R, D]."""
         streams, pre = streams.contiguous(), pre.contiguous()
         rows, s, dim = streams.shape
-        out = torch.empty(rows, dim)
-        check(self._collapse(streams.data_ptr(), pre.data_ptr(), out.data_ptr(), rows, s, dim), "mhc_collapse")
+        out = pre.new_empty(rows, dim)
+        status = self._collapse(streams.data_ptr(), pre.data_ptr(), out.data_ptr(), rows, s, dim)
+        if status:
+            raise failure(status, "mhc_collapse")
         return out
 
     def mhc_expand(self, streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
         """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]."""
         streams, y, post, c = streams.contiguous(), y.contiguous(), post.contiguous(), c.contiguous()
         rows, s, dim = streams.shape
-        out = torch.empty(rows, s, dim)
+        out = torch.empty_like(streams)
         status = self._expand(
             streams.data_ptr(), y.data_ptr(), post.data_ptr(), c.data_ptr(), out.data_ptr(), rows, s, dim
         )
-        check(status, "mhc_expand")
+        if status:
+            raise failure(status, "mhc_expand")
         return out
 
 
 def rows_of(x: Tensor) -> Tensor:
     """x [R, D] itself where its rows are contiguous (a column slice of a wider tensor is), else a copy."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    return x if x.stride()[1] == 1 else x.contiguous()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.native.dense import rows_of
-from deepinfer_core.kernels.native.library import Library, check
+from deepinfer_core.kernels.native.library import Library, failure
 
 __all__ = ["ExpertOps", "ExpertPlan"]
 
@@ -40,12 +40,13 @@ class ExpertOps:
         """x [R, D], gate [D, E], bias [E] or [R, E] -> ids [R, k] ascending, weights [R, k]."""
         x, gate, bias = rows_of(x), gate.contiguous(), bias.contiguous()
         rows, dim = x.shape
-        ids, weights = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
+        ids, weights = torch.empty(rows, k, dtype=torch.int64), x.new_empty(rows, k)
         status = self._route(
-            x.data_ptr(), x.stride(0), gate.data_ptr(), bias.data_ptr(), bias.shape[1] if bias.dim() == 2 else 0,
+            x.data_ptr(), x.stride()[0], gate.data_ptr(), bias.data_ptr(), bias.shape[1] if bias.dim() == 2 else 0,
             ids.data_ptr(), weights.data_ptr(), rows, dim, gate.shape[1], k, scale,
         )  # fmt: skip
-        check(status, "route")
+        if status:
+            raise failure(status, "route")
         return ids, weights
 
     def plan_experts(self, ids: Tensor, num_experts: int) -> ExpertPlan:
@@ -59,13 +60,14 @@ class ExpertOps:
         x, weights, w13, w2 = rows_of(x), weights.contiguous(), w13.contiguous(), w2.contiguous()
         rows, k = weights.shape
         experts, width, dim = w2.shape
-        out = torch.empty(rows, k, dim)
+        out = x.new_empty(rows, k, dim)
         threads = self._library.threads_for(3 * rows * k * dim * width)
         status = self._run_experts(
-            x.data_ptr(), x.stride(0), weights.data_ptr(), plan.ids.data_ptr(), w13.data_ptr(), w2.data_ptr(),
+            x.data_ptr(), x.stride()[0], weights.data_ptr(), plan.ids.data_ptr(), w13.data_ptr(), w2.data_ptr(),
             out.data_ptr(), rows, k, experts, dim, width, limit, threads,
         )  # fmt: skip
-        check(status, "run_experts")
+        if status:
+            raise failure(status, "run_experts")
         return out
 
     def shared_expert(self, x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -73,20 +75,23 @@ class ExpertOps:
         x, w13, w2 = rows_of(x), w13.contiguous(), w2.contiguous()
         rows, dim = x.shape
         width = w2.shape[0]
-        out = torch.empty(rows, dim)
+        out = x.new_empty(rows, dim)
         threads = self._library.threads_for(3 * rows * dim * width)
         status = self._shared_expert(
-            x.data_ptr(), x.stride(0), w13.data_ptr(), w2.data_ptr(), out.data_ptr(), rows, dim, width, limit, threads
+            x.data_ptr(), x.stride()[0], w13.data_ptr(), w2.data_ptr(), out.data_ptr(), rows, dim, width, limit, threads
         )
-        check(status, "shared_expert")
+        if status:
+            raise failure(status, "shared_expert")
         return out
 
     def combine_experts(self, pairs: Tensor, shared: Tensor) -> Tensor:
         """pairs [R, k, D] in ascending expert id, shared [R, D] -> [R, D]."""
         pairs, shared = pairs.contiguous(), shared.contiguous()
         rows, k, dim = pairs.shape
-        out = torch.empty(rows, dim)
-        check(self._combine(pairs.data_ptr(), shared.data_ptr(), out.data_ptr(), rows, k, dim), "combine_experts")
+        out = shared.new_empty(rows, dim)
+        status = self._combine(pairs.data_ptr(), shared.data_ptr(), out.data_ptr(), rows, k, dim)
+        if status:
+            raise failure(status, "combine_experts")
         return out
 
     # ---- engram, dspark ----------------------------------------------------------------------------------------------
@@ -98,12 +103,13 @@ class ExpertOps:
         history, multipliers = history.contiguous(), multipliers.contiguous()
         primes, offsets = primes.contiguous(), offsets.contiguous()
         rows, n = history.shape
-        out = torch.empty(rows, (n - 1) * heads, dtype=torch.int64)
+        out = history.new_empty(rows, (n - 1) * heads)
         status = self._engram_rows(
             history.data_ptr(), multipliers.data_ptr(), primes.data_ptr(), offsets.data_ptr(), pad_class, heads,
             out.data_ptr(), rows, n,
         )  # fmt: skip
-        check(status, "engram_rows")
+        if status:
+            raise failure(status, "engram_rows")
         return out
 
     def engram_gate(
@@ -113,12 +119,13 @@ class ExpertOps:
         streams, key_value, dead = streams.contiguous(), key_value.contiguous(), dead.contiguous()
         q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
         rows, s, dim = streams.shape
-        out = torch.empty(rows, s, dim)
+        out = torch.empty_like(streams)
         status = self._engram_gate(
             streams.data_ptr(), key_value.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), dead.data_ptr(),
             out.data_ptr(), rows, s, dim, eps,
         )  # fmt: skip
-        check(status, "engram_gate")
+        if status:
+            raise failure(status, "engram_gate")
         return out
 
     def markov_step(
@@ -134,11 +141,12 @@ class ExpertOps:
         base, hidden, previous = rows_of(base_logits), rows_of(hidden), previous.contiguous()
         markov_embed, markov_head = markov_embed.contiguous(), markov_head.contiguous()
         rows, vocabulary = base.shape
-        logits, z = torch.empty(rows, vocabulary), torch.empty(rows)
+        logits, z = base.new_empty(rows, vocabulary), base.new_empty(rows)
         status = self._markov_step(
-            base.data_ptr(), base.stride(0), hidden.data_ptr(), hidden.stride(0), previous.data_ptr(),
+            base.data_ptr(), base.stride()[0], hidden.data_ptr(), hidden.stride()[0], previous.data_ptr(),
             markov_embed.data_ptr(), markov_head.data_ptr(), confidence.contiguous().data_ptr(), logits.data_ptr(),
             z.data_ptr(), rows, vocabulary, hidden.shape[1], markov_embed.shape[1],
         )  # fmt: skip
-        check(status, "markov_step")
+        if status:
+            raise failure(status, "markov_step")
         return logits, z

@@ -15,7 +15,7 @@ from pathlib import Path
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.native.compiler import build_library
 
-__all__ = ["Library", "check", "load_library"]
+__all__ = ["Library", "failure", "load_library"]
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
@@ -75,10 +75,9 @@ class Library:
 _OPERATIONS_A_THREAD = 4_000_000  # about 100 microseconds of one core
 
 
-def check(status: int, op: str) -> None:
-    """Raise for a code that is not 0."""
-    if status:
-        raise KernelError(f"{op}: {_MEANING.get(status, f'unknown status {status}')}")
+def failure(status: int, op: str) -> KernelError:
+    """The error that a code other than 0 stands for."""
+    return KernelError(f"{op}: {_MEANING.get(status, f'unknown status {status}')}")
 
 
 @cache

@@ -30,35 +30,35 @@ static int64_t gather(const float *cache, int64_t cache_rows, const int64_t *pla
     return count;
 }
 
-/* logits [keys, width] -> softmax weights over keys and the sink, head by head; `width` heads, padded to vectors */
-static void softmax_over_keys(float *logits, int64_t keys, int64_t width, const float *sink, float *largest,
-                              float *total) {
-    for (int64_t h = 0; h < width; h++) largest[h] = sink[h];
+/* logits [keys, width] -> softmax weights over the keys and the sink, for the LANES heads that start at `logits` */
+static void softmax_over_keys(float *logits, int64_t keys, int64_t width, const float *sink) {
+    float largest[LANES], total[LANES];
+    for (int h = 0; h < LANES; h++) largest[h] = sink[h];
     for (int64_t k = 0; k < keys; k++)
-        for (int64_t h = 0; h < width; h++) {
+        for (int h = 0; h < LANES; h++) {
             float logit = logits[k * width + h];
             largest[h] = logit > largest[h] ? logit : largest[h];
         }
-    for (int64_t h = 0; h < width; h++) total[h] = exp_float(sink[h] - largest[h]);
+    for (int h = 0; h < LANES; h++) total[h] = exp_float(sink[h] - largest[h]);
     for (int64_t k = 0; k < keys; k++)
-        for (int64_t h = 0; h < width; h++) {
+        for (int h = 0; h < LANES; h++) {
             float e = exp_float(logits[k * width + h] - largest[h]);
             logits[k * width + h] = e;
             total[h] += e;
         }
-    for (int64_t h = 0; h < width; h++) total[h] = 1.0f / total[h];
+    for (int h = 0; h < LANES; h++) total[h] = 1.0f / total[h];
     for (int64_t k = 0; k < keys; k++)
-        for (int64_t h = 0; h < width; h++) logits[k * width + h] *= total[h];
+        for (int h = 0; h < LANES; h++) logits[k * width + h] *= total[h];
 }
 
 static int attend_rows(int64_t begin, int64_t end, void *context) {
     const attend_call *p = context;
     int64_t heads = p->heads, dim = p->dim, most = p->W + p->E, width = (heads + LANES - 1) / LANES * LANES;
     float *keys = scratch(SCRATCH_KEYS, (size_t)(most * dim) * sizeof *keys);
-    float *logits = scratch(SCRATCH_SCORES, (size_t)((most + 3) * width) * sizeof *logits);
+    float *logits = scratch(SCRATCH_SCORES, (size_t)((most + 1) * width) * sizeof *logits);
     float *query = scratch(SCRATCH_QUERY, (size_t)(dim * width) * sizeof *query);
     if (!keys || !logits || !query) return NO_MEMORY;
-    float *largest = logits + most * width, *total = largest + width, *sink = total + width;
+    float *sink = logits + most * width;
     for (int64_t h = 0; h < width; h++) sink[h] = h < heads ? p->sink[h] : 0.0f;
     float scale = 1.0f / __builtin_sqrtf((float)dim);
     for (int64_t r = begin; r < end; r++) {
@@ -79,7 +79,7 @@ static int attend_rows(int64_t begin, int64_t end, void *context) {
                 query[d * width + h] = h < heads ? p->q[(r * heads + h) * dim + d] * scale : 0.0f;
         int status = gemm(keys, dim, 1, query, width, logits, width, count, dim, width);
         if (status != OK) return status;
-        softmax_over_keys(logits, count, width, sink, largest, total);
+        for (int64_t h = 0; h < width; h += LANES) softmax_over_keys(logits + h, count, width, sink + h);
         status = gemm(logits, 1, width, keys, dim, out, dim, heads, count, dim);
         if (status != OK) return status;
     }

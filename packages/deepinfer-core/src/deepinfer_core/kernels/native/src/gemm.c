@@ -14,50 +14,41 @@
 #define PANEL_VECS 3
 #define PANEL (PANEL_VECS * LANES)
 #define PACK_FROM_ROWS (3 * ROW_TILE)
+#define PANEL_K 128 /* 24 KB of panel and 4 KB of x stay in the first cache */
 #define STRIP 1024
 #define STREAMS 8
 
-/* ---- one row ---- */
-
-static void one_row(const float *x, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t K, int64_t N) {
-    for (int64_t n0 = 0; n0 < N; n0 += STRIP) {
-        int64_t width = N - n0 < STRIP ? N - n0 : STRIP, whole = width / LANES * LANES;
-        float *out = y + n0;
-        memset(out, 0, (size_t)width * sizeof *out);
-        int64_t k = 0;
-        for (; k + STREAMS <= K; k += STREAMS) {
-            const float *rows = w + k * w_row + n0;
-            vec inputs[STREAMS];
-            for (int s = 0; s < STREAMS; s++) inputs[s] = vec_all(x[(k + s) * x_k]);
-            for (int64_t n = 0; n < whole; n += LANES) {
-                vec sum = vec_load(out + n);
-                for (int s = 0; s < STREAMS; s++) sum = vec_muladd(inputs[s], vec_load(rows + s * w_row + n), sum);
-                vec_store(out + n, sum);
-            }
-            for (int64_t n = whole; n < width; n++)
-                for (int s = 0; s < STREAMS; s++) out[n] = muladd(x[(k + s) * x_k], rows[s * w_row + n], out[n]);
-        }
-        for (; k < K; k++) {
-            const float *row = w + k * w_row + n0;
-            vec input = vec_all(x[k * x_k]);
-            for (int64_t n = 0; n < whole; n += LANES)
-                vec_store(out + n, vec_muladd(input, vec_load(row + n), vec_load(out + n)));
-            for (int64_t n = whole; n < width; n++) out[n] = muladd(x[k * x_k], row[n], out[n]);
-        }
-    }
-}
-
 /* ---- a tile of results ---- */
 
-/* `rows` x `vecs` vectors of results, of which the last has `last` columns; constants after inlining. */
+static inline vec load_part(const float *p, int columns) {
+    float padded[LANES] = {0};
+    memcpy(padded, p, (size_t)columns * sizeof *p);
+    return vec_load(padded);
+}
+
+static inline void store_part(float *p, vec v, int columns) {
+    float padded[LANES];
+    vec_store(padded, v);
+    memcpy(p, padded, (size_t)columns * sizeof *p);
+}
+
+/* `rows` x `vecs` vectors of results, of which the last has `last` columns; `rows` and `vecs` are constants after
+   inlining. With `go_on` the chains continue from what is in y. */
 static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, const float *x, int64_t x_row,
                                                        int64_t x_k, const float *w, int64_t w_row, float *y,
-                                                       int64_t y_row, int64_t K, int last) {
+                                                       int64_t y_row, int64_t K, int last, int go_on) {
     vec sums[ROW_TILE][PANEL_VECS];
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 3
-        for (int v = 0; v < vecs; v++) sums[r][v] = vec_all(0.0f);
+        for (int v = 0; v < vecs; v++) {
+            const float *so_far = y + r * y_row + v * LANES;
+            if (!go_on)
+                sums[r][v] = vec_all(0.0f);
+            else
+                sums[r][v] = v < vecs - 1 || last == LANES ? vec_load(so_far) : load_part(so_far, last);
+        }
+    }
     for (int64_t k = 0; k < K; k++) {
         vec weights[PANEL_VECS];
 #pragma GCC unroll 3
@@ -74,25 +65,22 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
 #pragma GCC unroll 3
         for (int v = 0; v < vecs; v++) {
             float *out = y + r * y_row + v * LANES;
-            if (v < vecs - 1 || last == LANES) {
+            if (v < vecs - 1 || last == LANES)
                 vec_store(out, sums[r][v]);
-            } else {
-                float rest[LANES];
-                vec_store(rest, sums[r][v]);
-                memcpy(out, rest, (size_t)last * sizeof *out);
-            }
+            else
+                store_part(out, sums[r][v], last);
         }
     }
 }
 
 #define TILE_CASE(R, V)                                               \
     case (R)*4 + (V):                                                 \
-        tile(R, V, x, x_row, x_k, w, w_row, y, y_row, K, last);       \
+        tile(R, V, x, x_row, x_k, w, w_row, y, y_row, K, last, go_on); \
         break
 #define TILE_ROW(R) TILE_CASE(R, 1); TILE_CASE(R, 2); TILE_CASE(R, 3)
 
 static void any_tile(int rows, int vecs, const float *x, int64_t x_row, int64_t x_k, const float *w, int64_t w_row,
-                     float *y, int64_t y_row, int64_t K, int last) {
+                     float *y, int64_t y_row, int64_t K, int last, int go_on) {
     switch (rows * 4 + vecs) {
         TILE_ROW(1);
         TILE_ROW(2);
@@ -107,13 +95,50 @@ static void any_tile(int rows, int vecs, const float *x, int64_t x_row, int64_t 
     }
 }
 
+/* ---- one row ---- */
+
+/* Whole vectors of the columns n0 .. n0 + width - 1, STREAMS rows of w a pass. */
+static void one_strip(const float *x, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t K, int64_t width) {
+    memset(y, 0, (size_t)width * sizeof *y);
+    int64_t k = 0;
+    for (; k + STREAMS <= K; k += STREAMS) {
+        const float *rows = w + k * w_row;
+        vec inputs[STREAMS];
+        for (int s = 0; s < STREAMS; s++) inputs[s] = vec_all(x[(k + s) * x_k]);
+        for (int64_t n = 0; n < width; n += LANES) {
+            vec sum = vec_load(y + n);
+            for (int s = 0; s < STREAMS; s++) sum = vec_muladd(inputs[s], vec_load(rows + s * w_row + n), sum);
+            vec_store(y + n, sum);
+        }
+    }
+    for (; k < K; k++) {
+        vec input = vec_all(x[k * x_k]);
+        for (int64_t n = 0; n < width; n += LANES)
+            vec_store(y + n, vec_muladd(input, vec_load(w + k * w_row + n), vec_load(y + n)));
+    }
+}
+
+static void one_row(const float *x, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t K, int64_t N) {
+    int64_t whole = N / LANES * LANES, rest = N - whole;
+    for (int64_t n = 0; n < whole; n += STRIP)
+        one_strip(x, x_k, w + n, w_row, y + n, K, whole - n < STRIP ? whole - n : STRIP);
+    if (rest && whole) /* the last vector again, ending at the last column: columns in both have the same bits */
+        tile(1, 1, x, 0, x_k, w + N - LANES, w_row, y + N - LANES, 0, K, LANES, 0);
+    for (int64_t n = 0; n < rest && !whole; n++) {
+        float sum = 0.0f;
+        for (int64_t k = 0; k < K; k++) sum = muladd(x[k * x_k], w[k * w_row + n], sum);
+        y[n] = sum;
+    }
+}
+
 /* ---- all rows ---- */
 
-/* Columns n0 .. n0 + width - 1 of w, `padded` floats a row, zeros after the last. */
-static void pack_panel(const float *w, int64_t w_row, int64_t K, int width, int padded, float *panel) {
-    for (int64_t k = 0; k < K; k++) {
-        memcpy(panel + k * padded, w + k * w_row, (size_t)width * sizeof *panel);
-        memset(panel + k * padded + width, 0, (size_t)(padded - width) * sizeof *panel);
+/* Rows 0 .. K - 1 and `vecs` vectors of columns of w side by side, zeros beside the `last` columns of the last vector. */
+static void pack_panel(const float *w, int64_t w_row, int64_t K, int vecs, int last, float *panel) {
+    for (int64_t k = 0; k < K; k++, w += w_row, panel += vecs * LANES) {
+        for (int v = 0; v < vecs - 1; v++) vec_store(panel + v * LANES, vec_load(w + v * LANES));
+        const float *end = w + (vecs - 1) * LANES;
+        vec_store(panel + (vecs - 1) * LANES, last == LANES ? vec_load(end) : load_part(end, last));
     }
 }
 
@@ -123,21 +148,24 @@ int gemm(const float *x, int64_t x_row, int64_t x_k, const float *w, int64_t w_r
         one_row(x, x_k, w, w_row, y, K, N);
         return OK;
     }
-    for (int64_t n0 = 0; n0 < N; n0 += PANEL) {
-        int width = (int)(N - n0 < PANEL ? N - n0 : PANEL);
-        int vecs = (width + LANES - 1) / LANES, padded = vecs * LANES, last = width - (vecs - 1) * LANES;
-        const float *columns = w + n0;
-        int64_t stride = w_row;
-        if (rows >= PACK_FROM_ROWS || last != LANES) {
-            float *panel = scratch(SCRATCH_PANEL, (size_t)(K * padded) * sizeof *panel);
-            if (!panel) return NO_MEMORY;
-            pack_panel(columns, w_row, K, width, padded, panel);
-            columns = panel;
-            stride = padded;
-        }
-        for (int64_t r = 0; r < rows; r += ROW_TILE) {
-            int count = (int)(rows - r < ROW_TILE ? rows - r : ROW_TILE);
-            any_tile(count, vecs, x + r * x_row, x_row, x_k, columns, stride, y + r * y_row + n0, y_row, K, last);
+    float *panel = scratch(SCRATCH_PANEL, PANEL_K * PANEL * sizeof *panel);
+    if (!panel) return NO_MEMORY;
+    for (int64_t n = 0; n < N; n += PANEL) {
+        int width = (int)(N - n < PANEL ? N - n : PANEL);
+        int vecs = (width + LANES - 1) / LANES, last = width - (vecs - 1) * LANES;
+        int packed = rows >= PACK_FROM_ROWS || last != LANES;
+        for (int64_t k = 0; k < K || k == 0; k += PANEL_K) { /* K = 0 still writes zeros */
+            int64_t depth = K - k < PANEL_K ? K - k : PANEL_K;
+            const float *columns = w + k * w_row + n;
+            if (packed) {
+                pack_panel(columns, w_row, depth, vecs, last, panel);
+                columns = panel;
+            }
+            for (int64_t r = 0; r < rows; r += ROW_TILE) {
+                int count = (int)(rows - r < ROW_TILE ? rows - r : ROW_TILE);
+                any_tile(count, vecs, x + r * x_row + k * x_k, x_row, x_k, columns, packed ? vecs * LANES : w_row,
+                         y + r * y_row + n, y_row, depth, last, k > 0);
+            }
         }
     }
     return OK;

@@ -31,26 +31,32 @@ static void sinkhorn(float c[MOST_STREAMS][MOST_STREAMS][BLOCK], int s, int iter
 
 /* mixes [count, 2S + S S] of at most BLOCK rows -> pre, post [count, S], mix [count, S, S] */
 static void gates(const float *mixes, float *pre, float *post, float *mix, int count, int s, int iterations, float eps) {
-    float c[MOST_STREAMS][MOST_STREAMS][BLOCK];
+    float m[MOST_STREAMS * (MOST_STREAMS + 2)][BLOCK], c[MOST_STREAMS][MOST_STREAMS][BLOCK];
     int width = s * (s + 2);
-    for (int b = 0; b < BLOCK; b++) {
-        const float *m = mixes + (b < count ? b : 0) * width; /* unused lanes repeat row 0 */
-        for (int i = 0; i < s && b < count; i++) {
-            pre[b * s + i] = sigmoid(m[i]) + eps;
-            post[b * s + i] = 2.0f * sigmoid(m[s + i]);
-        }
-        for (int i = 0; i < s; i++) {
-            const float *row = m + 2 * s + i * s;
-            float largest = row[0], sum = 0.0f;
-            for (int j = 1; j < s; j++) largest = row[j] > largest ? row[j] : largest;
-            for (int j = 0; j < s; j++) sum += c[i][j][b] = exp_float(row[j] - largest);
-            for (int j = 0; j < s; j++) c[i][j][b] /= sum;
-        }
+    for (int i = 0; i < width; i++)
+        for (int b = 0; b < BLOCK; b++) m[i][b] = mixes[(b < count ? b : 0) * width + i]; /* idle lanes repeat row 0 */
+    for (int i = 0; i < 2 * s; i++)
+        for (int b = 0; b < BLOCK; b++) m[i][b] = sigmoid(m[i][b]);
+    for (int i = 0; i < s; i++) {
+        float largest[BLOCK], sum[BLOCK] = {0};
+        for (int b = 0; b < BLOCK; b++) largest[b] = m[2 * s + i * s][b];
+        for (int j = 1; j < s; j++)
+            for (int b = 0; b < BLOCK; b++) {
+                float x = m[2 * s + i * s + j][b];
+                largest[b] = x > largest[b] ? x : largest[b];
+            }
+        for (int j = 0; j < s; j++)
+            for (int b = 0; b < BLOCK; b++) sum[b] += c[i][j][b] = exp_float(m[2 * s + i * s + j][b] - largest[b]);
+        for (int j = 0; j < s; j++)
+            for (int b = 0; b < BLOCK; b++) c[i][j][b] /= sum[b];
     }
     sinkhorn(c, s, iterations, eps);
     for (int b = 0; b < count; b++)
-        for (int i = 0; i < s; i++)
+        for (int i = 0; i < s; i++) {
+            pre[b * s + i] = m[i][b] + eps;
+            post[b * s + i] = 2.0f * m[s + i][b];
             for (int j = 0; j < s; j++) mix[(b * s + i) * s + j] = c[i][j][b];
+        }
 }
 
 typedef struct {

@@ -151,3 +151,13 @@ def test_leaked_markup_is_suppressed_while_tools_are_off(stage: str | None) -> N
 def test_an_unknown_mode_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} must be one of keep, .*'mend'"):
         recipe.ParsingOptions.from_dict({setting: "mend"})
+
+
+def test_a_long_block_in_one_piece_reads_as_it_does_token_by_token() -> None:
+    calls = [
+        call(f"f{i}", parameter("k", "v" * (i % 97)), parameter("n", f"[{i}]", is_string=False)) for i in range(200)
+    ]
+    text = f"one{block(*calls)}two{block(call('g'))}three"
+    whole, pieces = (reply(texts(*split), REPAIR, is_thinking=False) for split in ([text], list(text)))
+    assert (whole.content, whole.calls) == (pieces.content, pieces.calls)
+    assert (whole.content, len(whole.calls)) == ("onetwothree", 201)

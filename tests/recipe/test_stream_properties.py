@@ -155,6 +155,7 @@ ADVERSARIAL: dict[str, Callable[[int], list[str]]] = {
     "a value of closings": lambda n: [f'{OPEN_CALL}<{D} parameter name="k" string="false">'] + ["</" + D] * n,
     "calls without end": lambda n: [f"<{D} calls>"] + [f'<{D} invoke name="f">'] * (n // 8),
     "everything in one piece": lambda n: [block(*[call("f", parameter("k", "v"))] * (n // 8))],
+    "blocks in one piece": lambda n: [block() * (n // 4)],
     "junk in one piece": lambda n: [f"<{D} calls>" + "<a>" * n],
     "names in a name": lambda n: [f"<{D} calls>"] + [f"<{D} invoke {'name=' * 150}>"] * (n // 150),
 }

@@ -36,6 +36,7 @@ from deepseek_recipe.tokens import SpecialToken
 __all__ = ["OutputParser", "Part", "public_part"]
 
 _QUIET_KINDS = (PartKind.REASONING, PartKind.CONTENT, PartKind.ARGUMENTS, PartKind.STRING)
+_READER_CHARACTERS = 4096  # given to a reader of calls at once, which looks at all of it again after each block
 _TRIMMED_NEWLINE = Rule(Marker("\n"), StageName.CONTENT)
 
 
@@ -162,15 +163,16 @@ class OutputParser:
         return self._trim(unit.text, i) if self._trims_newlines and i < len(unit.text) else i
 
     def _read_calls(self, reader: CallReader, unit: _Unit, i: int, origin: Origin) -> int:
-        parts, consumed = reader.feed(unit.text[i:], origin)
-        if not self._hides_calls:
-            unit.parts += [_OpenPart(kind, text, is_fixed=True) for kind, text in parts]
-        i += consumed
+        while i < len(unit.text) and self._reader is reader:
+            parts, consumed = reader.feed(unit.text[i : i + _READER_CHARACTERS], origin)
+            if not self._hides_calls:
+                unit.parts += [_OpenPart(kind, text, is_fixed=True) for kind, text in parts]
+            i += consumed
+            if reader.is_closed and self._calls_mode != "reject":
+                self._reader = None
+                self._enter(self._content, trims_newlines=True)
         self._position = self._settled = unit.start + i
         self._last_kind = PartKind.DROPPED
-        if reader.is_closed and self._calls_mode != "reject":
-            self._reader = None
-            self._enter(self._content, trims_newlines=True)
         self._retire_units()
         return i
 

@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     record = read_replay(args.file)
     from deepinfer_core.llm import LLM
 
-    settings: dict[str, Any] = {name: record.provenance.settings.get(name) for name in _TAKEN_OVER}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    with LLM(**{"quiet": True} | settings | settings_from(args)) as llm:
+    recorded = record.provenance.settings
+    settings: dict[str, Any] = {"quiet": True} | {name: recorded[name] for name in _TAKEN_OVER if name in recorded}
+    with LLM(**settings | settings_from(args)) as llm:
         difference = replay(llm, record)
         if difference is None:
             print(f"the same: {sum(map(len, record.answers))} tokens of {len(record.answers)} answer(s)")

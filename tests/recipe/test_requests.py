@@ -236,19 +236,32 @@ def test_a_tool_required_while_thinking_leaves_the_prompt_to_the_thinking() -> N
     assert recipe.DeepseekV41Encoding().render_conversation(request.conversation).prompt.endswith("<think>")
 
 
-def test_a_literal_spelling_cannot_displace_an_image_in_the_extended_dialect() -> None:
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_literal_spelling_cannot_displace_an_image(api: str) -> None:
     spelling = recipe.SpecialToken.Image.default_str()
-    parts = [{"type": "text", "text": f"a {spelling} b"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
-    body = {"messages": [{"role": "user", "content": parts}], "thinking": {"type": "disabled"}}
+    text = {"type": "input_text" if api == "responses" else "text", "text": f"a {spelling} b"}
+    image = {
+        "chat": {"type": "image_url", "image_url": {"url": "http://x"}},
+        "responses": {"type": "input_image", "image_url": "http://x"},
+        "messages": {"type": "image", "source": {"type": "url", "url": "http://x"}},
+    }[api]
+    if api == "messages":  # user blocks are messages of their own, those of a result are not
+        use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": [text, image]}
+        request = messages(messages=[{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}])
+    elif api == "chat":
+        request = chat(messages=[{"role": "user", "content": [text, image]}])
+    else:
+        request = responses(input=[{"role": "user", "content": [text, image]}])
+    rendered = recipe.DeepseekV41Encoding().render_conversation(request.conversation)
+    starts = [start for start, end in rendered.special_ranges if rendered.prompt[start:end] == spelling]
+    assert [rendered.prompt[:start].count(spelling) for start in starts] == [1]
 
-    def placeholder(options: recipe.ConversionOptions) -> int:
-        rendered = recipe.DeepseekV41Encoding().render_conversation(chat(options, **body).conversation)
-        starts = [start for start, end in rendered.special_ranges if rendered.prompt[start:end] == spelling]
-        assert len(starts) == 1
-        return rendered.prompt[: starts[0]].count(spelling)
 
-    assert placeholder(STRICT) == 0  # as in the official codec, the literal takes the place
-    assert placeholder(EXTENDED) == 1
+def test_empty_system_messages_of_chat_are_none() -> None:
+    turns = [{"role": "system", "content": ""}, *HI, {"role": "system", "content": []}]
+    assert chat(messages=turns).conversation.messages == [recipe.UserMessage("hi")]
+    assert chat(messages=turns[:1]).conversation.messages == []
 
 
 def test_fim_prompts_mark_the_hole(v4_tokenizer: recipe.Tokenizer) -> None:

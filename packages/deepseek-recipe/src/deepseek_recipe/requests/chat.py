@@ -104,7 +104,7 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     stop = checked_stop(stop, "stop")
     thinking = resolve_thinking(body.thinking.type if body.thinking else None, body.reasoning_effort, options)
     specs = _tool_specs(body.tools or ())
-    messages = _Messages(version, options, extended).convert(body)
+    messages = _Messages(version, options).convert(body)
     _check_prefix(body)
     choice, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
     tools = define_tools(specs)
@@ -188,9 +188,9 @@ def _check_prefix(body: wire.ChatBody) -> None:
 
 
 def _initial_stage(messages: Sequence[Message], thinking: Thinking) -> ThinkingInitialStage | None:
-    last = messages[-1]
-    if not thinking.is_on or not last.prefix:
+    if not thinking.is_on or not messages or not messages[-1].prefix:
         return thinking.initial_stage
+    last = messages[-1]
     if last.content:
         return ThinkingInitialStage.ContentContinuation
     return ThinkingInitialStage.ReasoningContinuation if last.reasoning_content else ThinkingInitialStage.ReasoningStart
@@ -233,10 +233,9 @@ def _response_format(
 class _Messages:
     """Converts the messages of a body."""
 
-    def __init__(self, version: ModelVersion, options: ConversionOptions, extended: bool) -> None:
+    def __init__(self, version: ModelVersion, options: ConversionOptions) -> None:
         self._shows_images = version is not ModelVersion.DeepseekV4Pro
         self._image = options.special_tokens.token(SpecialToken.Image)
-        self._extended = extended
 
     def convert(self, body: wire.ChatBody) -> list[Message]:
         """The messages of the conversation; results must follow their calls."""
@@ -253,7 +252,8 @@ class _Messages:
             elif open_ids:
                 raise ConversionError(f"{path[1:]}: results are missing for the calls {', '.join(sorted(open_ids))}")
             message = self._message(turn, path)
-            out.append(message)
+            if message.content or not isinstance(message, SystemMessage):  # empty instructions are none
+                out.append(message)
             if message.tool_calls:
                 open_ids = {call.id for call in message.tool_calls}
                 if len(open_ids) != len(message.tool_calls):
@@ -286,7 +286,7 @@ class _Messages:
         return AssistantMessage(content.text, turn.reasoning_content, calls, bool(turn.prefix))
 
     def _content(self, content: str | list[Any] | None, path: str) -> ContentBuilder:
-        out = ContentBuilder(self._image, tracks_offsets=self._extended)
+        out = ContentBuilder(self._image)
         if isinstance(content, str):
             out.add_text(content)
             return out

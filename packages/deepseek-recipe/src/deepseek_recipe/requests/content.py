@@ -14,18 +14,16 @@ _DEFAULT_IMAGE = SpecialToken.Image.default_str()
 class ContentBuilder:
     """Collects the parts of one message.
 
-    With `tracks_offsets` the places of the placeholders are known, so a literal spelling of the image token in a text
-    part stays text; without, the first N spellings are the placeholders of N images, as in the official codec.
+    The places of the placeholders are known, so a literal spelling of the image token in a text part stays text.
     """
 
-    __slots__ = ("_image", "_length", "_offsets", "_parts", "_tracks_offsets", "sources")
+    __slots__ = ("_image", "_length", "_offsets", "_parts", "sources")
 
-    def __init__(self, image: str, *, tracks_offsets: bool) -> None:
+    def __init__(self, image: str) -> None:
         self._image = image
         self._parts: list[str] = []
         self._length = 0
         self._offsets: list[int] = []
-        self._tracks_offsets = tracks_offsets
         self.sources: list[ImageSource] = []
 
     def add_text(self, text: str) -> None:
@@ -51,5 +49,7 @@ class ContentBuilder:
 
     @property
     def offsets(self) -> tuple[int, ...] | None:
-        """Where the placeholders start, when that is tracked."""
-        return tuple(self._offsets) if self.sources and self._tracks_offsets else None
+        """Where the placeholders start, where the text holds further spellings."""
+        if not self.sources or self.text.count(self._image) == len(self.sources):
+            return None
+        return tuple(self._offsets)

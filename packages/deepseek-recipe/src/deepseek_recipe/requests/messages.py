@@ -96,7 +96,7 @@ def _convert(
     mode, specs = resolve_choice(choice, specs, thinking, extended=extended)
     active = [declared[spec.name] for spec in specs]
     messages = _system(body.system)
-    blocks = BlockConverter(version, options, known_names, {tool.name: tool for tool in active}, extended=extended)
+    blocks = BlockConverter(version, options, known_names, {tool.name: tool for tool in active})
     blocks.convert(body.messages, messages)
     required = mode == "required"
     constraint = None

@@ -50,15 +50,12 @@ class BlockConverter:
         options: ConversionOptions,
         declared: set[str],
         active: Mapping[str, ToolDefinition],
-        *,
-        extended: bool,
     ) -> None:
         self._is_pro = version is ModelVersion.DeepseekV4Pro
         self._image = options.special_tokens.token(SpecialToken.Image)
         self._drops_web_search = options.messages_web_search is WebSearchBehavior.Drop
         self._declared = declared
         self._active = active
-        self._extended = extended
         self._open_ids: list[str] = []
         self._referenced: list[str] = []  # tools that the results of one message make known
 
@@ -122,7 +119,7 @@ class BlockConverter:
     # ---- assistant and system ----------------------------------------------------------------------------------------
 
     def _assistant(self, blocks: Sequence[Any], path: str) -> AssistantMessage:
-        texts: list[str] = []
+        text = ""
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         for index, block in enumerate(blocks):
@@ -139,11 +136,11 @@ class BlockConverter:
             elif not isinstance(block, wire.RedactedThinkingBlock):
                 if calls:
                     raise ConversionError(f"{place}: nothing but tool_use and thinking may follow a tool_use block")
-                texts.append(_text_of(block))
+                text += (_JOINT if text else "") + _text_of(block)  # nothing before the first text, even an empty one
         self._open_ids = [call.id for call in calls]
         if len(set(self._open_ids)) != len(calls):
             raise ConversionError(f"{path}: two tool_use blocks share an id")
-        return AssistantMessage(_JOINT.join(texts), _JOINT.join(thoughts) if thoughts else None, calls or None)
+        return AssistantMessage(text, _JOINT.join(thoughts) if thoughts else None, calls or None)
 
     def _add_system(self, blocks: Sequence[Any], path: str, out: list[Message]) -> None:
         additions = [block.tool.name for block in blocks if isinstance(block, wire.ToolAdditionBlock)]
@@ -165,7 +162,7 @@ class BlockConverter:
     # ---- content -----------------------------------------------------------------------------------------------------
 
     def _content(self, parts: Sequence[Any], path: str, part_path: Callable[[int], str]) -> ContentBuilder:
-        out = ContentBuilder(self._image, tracks_offsets=self._extended)
+        out = ContentBuilder(self._image)
         for index, part in enumerate(parts):
             if isinstance(part, wire.ImageBlock):
                 if self._is_pro:
@@ -190,7 +187,8 @@ def _text_of(block: Any) -> str:
     if isinstance(block, wire.ImageBlock):
         return protocol_data.IMAGE_UNSUPPORTED_PLACEHOLDER
     if isinstance(block, wire.DocumentBlock):
-        return protocol_data.DOCUMENT_PLACEHOLDER.format(media_type=block.source.media_type or "unknown")
+        media_type = block.source.media_type
+        return protocol_data.DOCUMENT_PLACEHOLDER.format(media_type="unknown" if media_type is None else media_type)
     return block.text
 
 

@@ -126,7 +126,7 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     reader = ToolReader(version, options, parsed.tools)
     specs = reader.specs(parsed.tools, "tools")
     namespaces = dict(reader.locals_by_name)
-    items = ItemConverter(reader, options, extended=extended)
+    items = ItemConverter(reader, options)
     messages = _messages(parsed, items)
     specs.extend(items.found_specs)
     declares_tools = bool(specs)

@@ -56,10 +56,9 @@ class AssistantTurn:
 class ItemConverter:
     """Groups items into messages and collects the tools that searches found."""
 
-    def __init__(self, reader: ToolReader, options: ConversionOptions, *, extended: bool) -> None:
+    def __init__(self, reader: ToolReader, options: ConversionOptions) -> None:
         self._reader = reader
         self._image = options.special_tokens.token(SpecialToken.Image)
-        self._extended = extended
         self._out: list[Message] = []
         self._turn: AssistantTurn | None = None
         self._open_ids: list[str] = []
@@ -97,13 +96,13 @@ class ItemConverter:
     def _add_input(self, item: Any, path: str) -> None:
         is_assistant_text = isinstance(item, wire.MessageItem) and item.role == "assistant"
         if isinstance(item, wire.ReasoningItem):
-            pieces = [piece.text for piece in item.content or () if piece.text]
-            if not pieces:
+            reasoning = "\n".join(piece.text for piece in item.content or ())
+            if not reasoning:
                 return
             turn = self._turn
             if turn is None or turn.texts or turn.calls:
                 turn = self._open_turn()
-            turn.reasoning.extend(pieces)
+            turn.reasoning.append(reasoning)
         elif is_assistant_text:
             turn = self._turn
             if turn is None or turn.calls:
@@ -196,7 +195,7 @@ class ItemConverter:
         return content.text
 
     def _content(self, content: str | list[Any], path: str) -> ContentBuilder:
-        out = ContentBuilder(self._image, tracks_offsets=self._extended)
+        out = ContentBuilder(self._image)
         if isinstance(content, str):
             out.add_text(content)
             return out

@@ -121,7 +121,6 @@ class JsonSchema(msgspec.Struct):
 
     schema: Any
     name: str | None = None
-    description: str | None = None
     strict: bool | None = None
 
 

@@ -82,6 +82,7 @@ class ToolSearchCallItem(msgspec.Struct):
 
     call_id: str
     arguments: dict[str, Any]
+    execution: Literal["client", "server"] | None = None
 
 
 class FunctionOutputItem(msgspec.Struct):
@@ -103,6 +104,7 @@ class ToolSearchOutputItem(msgspec.Struct):
 
     call_id: str
     tools: list[Any]
+    execution: Literal["client", "server"] | None = None
 
 
 Item = (

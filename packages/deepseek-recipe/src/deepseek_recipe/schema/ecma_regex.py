@@ -1,7 +1,8 @@
-r"""Syntax check of regular expressions in the dialect of JSON Schema (ECMA-262, Unicode mode).
+r"""Syntax check of regular expressions, in the common ground of ECMA-262 and the official codec's engine.
 
     pattern := alternative ("|" alternative)*         term := atom quantifier?
-    atom    := "." | "^" | "$" | escape | class | "(" [?: ?= ?! ?<= ?<! ?<name>] pattern ")" | character
+    atom    := "." | "^" | "$" | escape | class | "(?" flags ")" | "(" [?: ?= ?! ?<= ?<! ?<name> ?flags:] pattern ")"
+             | character
 
 A pattern is only read, in one pass and without recursion: none is ever run, so none can be made to backtrack.
 """
@@ -9,21 +10,26 @@ A pattern is only read, in one pass and without recursion: none is ever run, so 
 from __future__ import annotations
 
 import re
+import sys
 
 __all__ = ["check_pattern"]
 
 MAX_PATTERN_CHARS = 65_536
 _MAX_GROUP_DEPTH = 200
 
-_GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|<(?P<name>[A-Za-z_$][\w$]*)>|(?P<bad>.?)))?", re.DOTALL)
-_QUANTIFIER = re.compile(r"(?:[*+?]|\{(?P<low>\d+)(?:,(?P<high>\d*))?\})\??")
-_ESCAPE = re.compile(
-    r"\\(?:[dDsSwWbB]|[fnrtv0]|c[A-Za-z]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]{1,6}\}"
-    r"|[pP]\{[A-Za-z0-9_=]+\}|[pP][A-Z]|[1-9]\d*|k<[A-Za-z_$][\w$]*>|[^A-Za-z0-9])",
+_FLAGS = re.compile(r"\(\?(?=[imsxU-])[imsxU]*(?:-[imsxU]+)?\)")
+_GROUP = re.compile(
+    r"\((?:\?(?:[:=!]|<[=!]|P?<(?P<name>[A-Za-z_$][\w$]*)>|(?=[imsxU-])[imsxU]*(?:-[imsxU]+)?:|(?P<bad>.?)))?",
     re.DOTALL,
 )
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{(?P<low>\d+)(?:,(?P<high>\d*))?\})[?+]?")
+_ESCAPE = re.compile(
+    r"\\(?:[dDsSwWbBAz]|[fnrtv]|c[A-Za-z]|x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|u\{(?P<long>[0-9A-Fa-f]{1,6})\}"
+    r"|[pP]\{[A-Za-z0-9_=]+\}|[pP][A-Z]|(?P<group>[1-9]\d*)|(?P<itself>[ -/:-@\[-`{-~]))"
+)
 _CLASS_SET = re.compile(r"\\(?:[dDsSwW]|[pP](?:\{[^}]*\}|[A-Z]))")
-_NOT_QUANTIFIABLE = re.compile(r"\(\?(?:<[=!])")
+_NOT_QUANTIFIABLE = re.compile(r"\(\?<?[=!]")
+_CAPTURING = re.compile(r"\((?!\?)|\(\?P?<[A-Za-z_$]")
 
 
 def check_pattern(pattern: str) -> str | None:
@@ -39,6 +45,7 @@ class _Reader:
         self._at = 0
         self._open_groups: list[int] = []
         self._names: set[str] = set()
+        self._num_captures = 0
 
     def problem(self) -> str | None:
         """Reads the whole pattern."""
@@ -51,7 +58,12 @@ class _Reader:
                 if quantifier["high"] and int(quantifier["high"]) < int(quantifier["low"]):
                     return f"the numbers of {quantifier[0]} are out of order at {self._at}"
                 self._at = quantifier.end()
+                can_repeat = quantifier["low"] is not None
+            elif (flags := _FLAGS.match(self._pattern, self._at)) is not None:
+                self._at = flags.end()
                 can_repeat = False
+            elif char == "{":
+                return f"a {{ that counts nothing at {self._at}"
             elif char == "(":
                 if (problem := self._open_group()) is not None:
                     return problem
@@ -70,7 +82,7 @@ class _Reader:
                 if (problem := self._read_escape()) is not None:
                     return problem
                 can_repeat = True
-            elif char in "|^$":
+            elif char == "|":
                 self._at += 1
                 can_repeat = False
             else:
@@ -88,6 +100,7 @@ class _Reader:
             self._names.add(group["name"])
         if len(self._open_groups) >= _MAX_GROUP_DEPTH:
             return f"more than {_MAX_GROUP_DEPTH} groups inside one another"
+        self._num_captures += _CAPTURING.match(self._pattern, self._at) is not None
         self._open_groups.append(self._at)
         self._at = group.end()
         return None
@@ -96,6 +109,8 @@ class _Reader:
         escape = _ESCAPE.match(self._pattern, self._at)
         if escape is None:
             return f"unknown escape at {self._at}"
+        if escape["group"] is not None and int(escape["group"]) > self._num_captures:
+            return f"no group {escape['group']} before {self._at}"
         self._at = escape.end()
         return None
 
@@ -105,7 +120,7 @@ class _Reader:
         self._at += 2 if self._pattern.startswith("[^", start) else 1
         previous: str | None = None  # a single character that may begin a range
         while self._at < len(self._pattern):
-            if self._pattern[self._at] == "]":
+            if self._pattern[self._at] == "]" and previous is not None:  # the first ] is a member
                 self._at += 1
                 return None
             item_at = self._at
@@ -134,10 +149,17 @@ class _Reader:
         return f"unclosed [ at {start}"
 
     def _class_item(self) -> tuple[str, str | None]:
-        """Reads one member of a class: its character, "set" for \\d and the like, "escape" for other escapes."""
+        """Reads one member of a class: its character, or "set" for \\d and the like, or "escape" for other escapes."""
         if self._pattern[self._at] != "\\":
             self._at += 1
             return self._pattern[self._at - 1], None
-        is_set = _CLASS_SET.match(self._pattern, self._at) is not None
-        problem = self._read_escape()
-        return ("set" if is_set else "escape"), problem
+        if _CLASS_SET.match(self._pattern, self._at) is not None:
+            return "set", self._read_escape()
+        escape = _ESCAPE.match(self._pattern, self._at)
+        if escape is None or escape["group"] is not None or escape[0][1] in "bBAz":
+            return "", f"unknown escape at {self._at} in a class"
+        self._at = escape.end()
+        code = escape["x"] or escape["u"] or escape["long"]
+        if code is not None and int(code, 16) <= sys.maxunicode:
+            return chr(int(code, 16)), None
+        return escape["itself"] or "escape", None

@@ -17,7 +17,7 @@ from deepinfer_core.config.model import ModelConfig
 from tools.train_tiny.model import Geometry, Mode, backbone
 from tools.train_tiny.params import slots
 
-FIXTURE = Path("/work/shared/model/tiny-a")
+FIXTURE = Path(__file__).parents[1] / "fixtures/models/tiny-a"
 
 
 class Fixture:

@@ -53,9 +53,8 @@ class Output:
     features: Tensor  # [R, targets * D] for the drafter
     loads: dict[int, Tensor]  # rows per expert of each layer
     index_losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # by index source
-    index_recall: dict[int, Tensor] = field(
-        default_factory=dict[int, Tensor]
-    )  # share of the group's attention that is selected
+    index_recall: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # share of attention that is selected
+    index_best: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # the most that as many entries can hold
     streams: list[Tensor] = field(default_factory=list[Tensor])  # after each layer, only if asked for
 
 
@@ -352,8 +351,10 @@ def _index_results(geometry: Geometry, shared: _Shared, output: Output) -> None:
             selected = shared.selected.get(layer)
             if selected is None:
                 selected = top_mask(shared.scores[layer].masked_fill(~visible, float("-inf")), config.index_topk)
-            crowded = (
-                geometry.visible[config.compress_ratios[layer]].sum(-1) > config.index_topk
-            )  # [T]: rows that must choose
-            share = (target * selected).sum(-1) / target.sum(-1).clamp_min(1e-12)
-            output.index_recall[layer] = (share * crowded).sum() / crowded.expand_as(share).sum().clamp_min(1)
+            # Mean over the rows that see more entries than they may select.
+            crowded = (visible.sum(-1) > config.index_topk).float()  # [1, T]
+            rows = (crowded.sum() * len(target)).clamp_min(1.0)
+            total = target.sum(-1).clamp_min(1e-12)  # [B, T]
+            best = torch.topk(target, min(config.index_topk, target.shape[-1]), sorted=False).values.sum(-1)
+            output.index_recall[layer] = ((target * selected).sum(-1) / total * crowded).sum() / rows
+            output.index_best[layer] = (best / total * crowded).sum() / rows

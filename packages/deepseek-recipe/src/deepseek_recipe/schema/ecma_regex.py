@@ -49,17 +49,21 @@ class _Reader:
 
     def problem(self) -> str | None:
         """Reads the whole pattern."""
-        can_repeat = False
+        can_repeat = was_quantifier = False
         while self._at < len(self._pattern):
             char = self._pattern[self._at]
             if (quantifier := _QUANTIFIER.match(self._pattern, self._at)) is not None:
-                if not can_repeat:
+                is_counted = quantifier["low"] is not None
+                if not can_repeat and not (was_quantifier and is_counted):
                     return f"nothing to repeat at {self._at}"
                 if quantifier["high"] and int(quantifier["high"]) < int(quantifier["low"]):
                     return f"the numbers of {quantifier[0]} are out of order at {self._at}"
                 self._at = quantifier.end()
-                can_repeat = quantifier["low"] is not None
-            elif (flags := _FLAGS.match(self._pattern, self._at)) is not None:
+                can_repeat = False
+                was_quantifier = True
+                continue
+            was_quantifier = False
+            if (flags := _FLAGS.match(self._pattern, self._at)) is not None:
                 self._at = flags.end()
                 can_repeat = False
             elif char == "{":
@@ -126,7 +130,7 @@ class _Reader:
             item_at = self._at
             is_range = (
                 self._pattern[item_at] == "-"
-                and item_at > start + 1
+                and previous is not None
                 and self._pattern[item_at + 1 : item_at + 2] not in ("]", "")
                 and previous != "range"
                 and previous != ""

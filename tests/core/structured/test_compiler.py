@@ -26,6 +26,7 @@ _HOSTILE: dict[str, dict[str, Any]] = {
     "30,000 parentheses in a regex": {"regex": "(" * 30_000 + ")" * 30_000},
     "90 optional groups around each other": {"regex": "(?:" * 90 + "a" + "|b)*" * 90},
     "nested counted repetitions": {"regex": "(a{1000}){1000}"},
+    "counts that are slow at every token": {"regex": "(a{200}){200}"},
     "30,000 parentheses in GBNF": {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
     "30,000 parentheses in Lark": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
     "rules that double forty times": {"grammar": f'root ::= a0\n{_DOUBLING}\na40 ::= "x"'},

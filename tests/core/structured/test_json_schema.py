@@ -119,6 +119,8 @@ def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -
         ({"const": 2**60}, "2**53"),
         ({"enum": [1e300]}, "2**53"),
         ({"enum": ["bell \x07"]}, "control character"),
+        ({"type": "string", "pattern": "a\\x01"}, "control character"),
+        ({"type": "object", "required": ["x"], "additionalProperties": False}, "what it requires is forbidden"),
         ({"$ref": "#/$defs/none"}, "'#/$defs/none' at #"),
         ({"$ref": "other.json"}, "nothing is fetched"),
         ({"$ref": 5}, "at #"),

@@ -1,4 +1,4 @@
-"""What runs in the child process: grammars from the pipe, each converted, compiled and masked once.
+"""What runs in the child process: grammars from the pipe, each converted, compiled and tried out.
 
     parent ─ line: vocabulary ─►  ─► "ready"
            ─ line: {form, text} ─► {"text", "enforced", "ignored"}   or   {"error": reason}
@@ -8,13 +8,14 @@ A grammar that hangs, exhausts memory or crashes llguidance does so here; the pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
 from typing import Any
 
 from deepinfer_core.errors import GrammarError
-from deepinfer_core.structured.engine import build_tokenizer, start_matcher
+from deepinfer_core.structured.engine import build_tokenizer, rehearse, start_matcher
 from deepinfer_core.structured.source import GrammarText, convert
 from deepinfer_core.structured.vocabulary import Vocabulary
 
@@ -26,14 +27,15 @@ _MAX_BYTES = 4 << 30  # of address space
 def main() -> None:
     """Serve until the pipe closes."""
     _limit_memory()
-    tokenizer = build_tokenizer(Vocabulary.from_json(sys.stdin.readline()))
+    vocabulary = Vocabulary.from_json(sys.stdin.readline())
+    tokenizer = build_tokenizer(vocabulary)
     print("ready", flush=True)
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         answer: dict[str, Any]
         try:
             source = convert(GrammarText(request["form"], request["text"]))
-            start_matcher(tokenizer, source.text)
+            rehearse(start_matcher(tokenizer, source.text), vocabulary)
             answer = {"text": source.text, "enforced": source.enforced, "ignored": source.ignored}
         except GrammarError as error:
             answer = {"error": str(error)}
@@ -47,7 +49,8 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = _MAX_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError):  # macOS takes no limit below what is mapped already
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))

@@ -7,8 +7,11 @@ GrammarError. It is imported when the first grammar is compiled.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from deepinfer_core.errors import GrammarError
 from deepinfer_core.structured import limits
@@ -17,7 +20,7 @@ from deepinfer_core.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["build_tokenizer", "check_matcher", "start_matcher"]
+__all__ = ["build_tokenizer", "check_matcher", "rehearse", "start_matcher"]
 
 _MAX_REASON_CHARS = 400
 
@@ -74,6 +77,28 @@ def start_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher.compute_bitmask()
     check_matcher(matcher)
     return matcher
+
+
+def rehearse(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    """Walk a copy of `matcher` along random allowed tokens. Raises GrammarError for a dead end, or if it takes long."""
+    copy = matcher.deep_copy()
+    started_s = time.thread_time()
+    rng = np.random.default_rng(0)
+    for _ in range(limits.REHEARSED_TOKENS):
+        if copy.is_stopped():
+            break
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(copy.compute_bitmask(), np.uint8), bitorder="little"))
+        check_matcher(copy)
+        allowed = allowed[allowed != vocabulary.eos_token_id]
+        if len(allowed) == 0:
+            break
+        copy.consume_token(int(rng.choice(allowed)))
+        check_matcher(copy)
+        if time.thread_time() - started_s > limits.MAX_REHEARSAL_S:
+            raise GrammarError(
+                f"the grammar takes more than {limits.MAX_REHEARSAL_S / limits.REHEARSED_TOKENS * 1e3:.0f} ms a token, "
+                "and all requests would wait for it; make it less ambiguous, or its counts smaller"
+            )
 
 
 def check_matcher(matcher: LLMatcher) -> None:

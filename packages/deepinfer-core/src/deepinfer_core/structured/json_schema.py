@@ -14,6 +14,7 @@ with them a key could be spelled in a second way and slip past `properties`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final, cast
 
@@ -38,6 +39,8 @@ __all__ = ["CheckedSchema", "check_schema"]
 # Above this JSON readers that use float64 disagree about a number's value, llguidance among them.
 _MAX_EXACT_INTEGER: Final = 2**53
 _WRITABLE_CONTROLS: Final = "\b\f\n\r\t"
+_CONTROLS: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]|\\(?:x|u00)(?:0[0-7BbEeFf]|1[0-9A-Fa-f])")
+_CLASSES: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _IDENTIFIERS: Final = frozenset({"$anchor", "$id", "$schema", "id"})
 
 
@@ -180,6 +183,11 @@ def _check_shapes(node: dict[str, Any], where: str) -> None:
 def _rewrite_patterns(node: dict[str, Any], where: str) -> None:
     if isinstance(node.get("pattern"), str):
         node["pattern"] = portable_regex(node["pattern"], f"the pattern at {where}")
+        if _CONTROLS.search(_CLASSES.sub("", node["pattern"])):
+            raise GrammarError(
+                f"structured.json has a pattern at {where} that asks for a control character; they are not written in "
+                "strings, apart from \\b \\f \\n \\r \\t"
+            )
     if "patternProperties" in node:
         node["patternProperties"] = {
             portable_regex(pattern, f"the patternProperties at {where}"): child

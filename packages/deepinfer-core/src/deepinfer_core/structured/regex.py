@@ -14,7 +14,7 @@ import re
 from typing import Final
 
 from deepinfer_core.errors import GrammarError
-from deepinfer_core.structured.limits import MAX_NESTING, MAX_REGEX_CHARS, MAX_REPETITIONS
+from deepinfer_core.structured.limits import MAX_NESTED_REPETITIONS, MAX_NESTING, MAX_REGEX_CHARS, MAX_REPETITIONS
 
 __all__ = ["portable_regex"]
 
@@ -37,8 +37,8 @@ _REFUSED_ESCAPES: Final = dict.fromkeys("k123456789", "a backreference") | dict.
 def portable_regex(pattern: str, where: str) -> str:
     """`pattern` for llguidance. Raises GrammarError that names `where`, the construct and the character.
 
-    Refused by size too: more than 65,536 characters, 100 groups inside one another, or counted repetitions inside one
-    another whose bounds multiply to more than 100,000.
+    Refused by size too: more than 65,536 characters, 100 groups inside one another, a count above 100,000, or counts
+    inside one another that multiply to more than 50,000.
     """
     if len(pattern) > MAX_REGEX_CHARS:
         raise GrammarError(f"{where} has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are allowed")
@@ -160,10 +160,11 @@ class _Rewriter:
             most = max(int(low[:9]), int(high[:9] or "0"), 1)
             text = "{" + low + comma + high + "}"
         cost = self._last_cost * most
-        if cost > MAX_REPETITIONS:
+        limit = MAX_NESTED_REPETITIONS if cost > most else MAX_REPETITIONS
+        if cost > limit:
+            nested = ", counting repetitions inside one another" if cost > most else ""
             raise GrammarError(
-                f"{self._where} repeats {cost} times at character {self._at}, counting repetitions inside one another; "
-                f"at most {MAX_REPETITIONS} are allowed"
+                f"{self._where} repeats {cost} times at character {self._at}{nested}; at most {limit} are allowed"
             )
         self._item(text, len(counted[0]) if counted else 1, cost)
         following = self._pattern[self._at : self._at + 1]

@@ -97,6 +97,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the engine, which then ends the child
             encoding="utf-8",
         )
         self._input = cast("IO[str]", self._process.stdin)

@@ -34,7 +34,9 @@ def remove_impossible(root: dict[str, Any], nodes: list[dict[str, Any]], targets
             break
         pending = left
     if id(root) not in possible:
-        raise GrammarError("structured.json cannot be satisfied: every value of it would be endless, by way of $ref")
+        raise GrammarError(
+            "structured.json cannot be satisfied: what it requires is forbidden, or endless by way of $ref"
+        )
     for node in pending:
         node.clear()
         node["enum"] = []

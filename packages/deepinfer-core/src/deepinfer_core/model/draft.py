@@ -1,11 +1,9 @@
 """The DSpark drafter: context keys from target features, one block a step, Markov and confidence heads (model.md 4.1).
 
-context   main_x = main_norm(main_proj(features));  per stage: key = kv_norm(main_x wkv), rope, e4m3 -> the stage's
-ring block     [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (positions < a, at most
-a window of
-          them) and the whole block, in both directions
-heads     left to right: logits_k = U_k + markov(x_{k-1}), x_k drawn with the same noise as the target will use at its
-position
+context  main_x = main_norm(main_proj(features)); per stage: key = kv_norm(main_x wkv), rope, e4m3 -> stage's ring
+block    [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (a window of positions
+         below a) and the whole block, in both directions
+heads    left to right: logits_k = U_k + markov(x_{k-1}); x_k is drawn with the noise that will verify it
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expert exchange: rows go to where their experts live, outputs come back in ascending expert id.
 
-    dispatch(layer, x [R, D], logical ids [R, k], weights [R, k]) -> rows, local ids, weights as the experts' owner
-    sees them combine(sent, pairs) -> [R, k, D] at the row's own process, choices in ascending logical id
+    dispatch(layer, x [R, D], logical ids [R, k], weights [R, k])    rows, local ids, weights as the owner sees them
+    combine(sent, pairs)                                             [R, k, D] at the row's own process
 
 `LocalExperts` is the exchange of one process that owns all experts; it moves nothing. Ids of padding rows never enter.
 """

@@ -1,9 +1,8 @@
 """`Runner`: a plan -> device work -> a result. The only place where a plan meets tensors.
 
-    admit, release -> build_batch -> Backbone.forward -> store draft context -> sample and verify -> propose drafts ->
-    StepResult
-                                                                                     |
-                          held_tokens[slot] = [newest token, drafts ..], held_position[slot] = its position
+    admit, release -> build_batch -> Backbone.forward -> draft context -> sample, verify -> propose drafts -> StepResult
+                                                                             |
+                 held_tokens[slot] = [newest token, drafts ..], held_position[slot] = its position
 
 `run(plan)` is `wait(launch(plan))`. `launch` hands the step to one worker thread and returns at once, so that the next
 plan can be made while torch works; steps run in the order of their launches.

@@ -3,8 +3,9 @@
     verify   seconds of a forward pass over 1, 2, 4, .. rows, spread over as many slots as there are
     draft    seconds of a proposal for 1, 2, 4, .. requests
 
-Each size runs `_REPEATS` times and the fastest counts: what slows a run down on a shared machine is not the device.
-The passes write no cache. While serving, the cost model corrects the tables by the steps that it sees.
+The faster of two runs counts: what slows a run down on a shared machine is not the device. Sizes grow until the time
+budget is used up; beyond the last one the cost goes on with its slope, and while serving the model is corrected by the
+steps that it sees. The passes write no cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Compressed entries and index keys of a KV source layer (model.md 2.4).
 
-ratio 2: a = x wkv, g = x wgate; entry j pools positions 2j and 2j + 1, channel by channel:
-         pooled = sum_m softmax_m(g_m) a_m;  latent = rms_norm(pooled)
-ratio 1: latent = rms_norm(x wkv) index key = round_index(rope(rms_norm(latent wk)));  main entry =
-round_compressed(rope(latent)); rope at position j * ratio
+    ratio 2    a = x wkv, g = x wgate; entry j pools positions 2j and 2j + 1, channel by channel:
+               pooled = sum_m softmax_m(g_m) a_m;  latent = rms_norm(pooled)
+    ratio 1    latent = rms_norm(x wkv)
+    index key  round_index(rope(rms_norm(latent wk)))
+    entry      round_compressed(rope(latent))
+
+Both are turned to position j * ratio, that of the group's first token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Heads of the DSpark drafter (model.md 4.1).
 
-E_k = markov_embed[x_{k-1}];  logits_k = U_k + E_k markov_head;  z_k = w . [h_k ; E_k], h_k the un-normalized collapsed
-hidden
+    E_k      = markov_embed[x_{k-1}]
+    logits_k = U_k + E_k markov_head
+    z_k      = w . [h_k ; E_k]
+
+U_k are the base logits of block position k, h_k its collapsed hidden state before the norm.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """Engram: hashed n-gram memory, gated into the streams (model.md 2.6).
 
-c_i  = token class i positions back; from the first position before 0, or the first dead (image) one, on: pad r_1  =
-c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset,  n = 2 .. max key
-| value = rows wkv;   per stream i, in float32: d_i  = (X_i qw_i kw_i) . key_i * rsqrt(mean(X_i^2) + eps) *
-rsqrt(mean(key_i^2) + eps) * D^-0.5 X_i += sigmoid(sign(d_i) sqrt(max(|d_i|, 1e-6))) * value;   gate 0 on image
-positions
+    c_i  = token class i positions back; pad from the first position before 0, or the first image token, on
+    r_1  = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1})
+    row of head h of the n-gram: r_n mod prime + offset,  n = 2 .. max
+
+    key | value = rows wkv;  per stream i, in float32:
+    d_i  = (X_i qw_i kw_i) . key_i * rsqrt(mean(X_i^2) + eps) * rsqrt(mean(key_i^2) + eps) * D^-0.5
+    X_i += sigmoid(sign(d_i) sqrt(max(|d_i|, 1e-6))) * value
+
+The gate is 0 on image positions.
 """
 
 from __future__ import annotations

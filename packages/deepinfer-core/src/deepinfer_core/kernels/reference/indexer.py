@@ -1,12 +1,13 @@
 """Two-level indexer: scores of compressed entries, candidate blocks, selection (model.md 2.4).
 
-    s_j = sum_h w_h relu(iq_h . ik_j),  w = (x weights_proj) (Di Hi)^-0.5;  invisible entries: -inf candidate source:
-    block b covers entries B b .. B b + B - 1, its score is the largest of them; the block with the newest visible
-    entry always enters; the best `candidate_topk_blocks` with a score above -inf are published per query. later layers
-    over the same keys: s_j = -inf outside the query's candidates. selection: the best `index_topk`.
+    score       s_j = sum_h w_h relu(iq_h . ik_j),  w = (x weights_proj) (Di Hi)^-0.5;  -inf where invisible
+    candidates  block b covers entries B b .. B b + B - 1, its score is the largest of them; the block with the newest
+                visible entry always enters; the best `candidate_topk_blocks` above -inf are published per query
+    reindex     later layers over the same keys: s_j = -inf outside the query's candidates
+    selection   the best `index_topk`
 
-Keys come in pages of fixed length, so that every product has one shape whatever the context length: [Hi, Di] x [Di,
-page].
+Keys come in pages of fixed length, so that every product has one shape whatever the context length:
+[Hi, Di] x [Di, page].
 """
 
 from __future__ import annotations

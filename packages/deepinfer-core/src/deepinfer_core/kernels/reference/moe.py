@@ -1,8 +1,9 @@
 """Mixture of experts: router, dispatch, expert MLPs, combine (model.md 2.5).
 
-    s = sqrt(softplus(x Wg)); experts = top-k of s + bias; weight_e = scale * s_e / (sum of the chosen s + 1e-20)
-    expert: g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2; the shared expert has
-    weight 1 out = sum over the chosen experts in ascending id, then the shared expert
+    route    s = sqrt(softplus(x Wg)); experts = top-k of s + bias; weight_e = scale * s_e / (sum of chosen s + 1e-20)
+    expert   g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2
+    shared   the same with weight 1
+    combine  the chosen experts in ascending id, then the shared expert
 
 Rows are grouped by expert in tiles of 8 (`plan_tiles`), zero rows filling up the last tile of each expert, so the bits
 of a row's output don't depend on the other rows; the sum in ascending expert id makes them independent of where the

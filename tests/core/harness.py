@@ -17,6 +17,7 @@ from deepinfer_core.cache import CacheLayout, ModelState
 from deepinfer_core.checkpoint.loader import load_model_weights
 from deepinfer_core.checkpoint.weights import ModelWeights
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.model import Backbone, Drafter, ForwardOutput, LayerTrace, ModelParams, build_batch, build_params
 from deepinfer_core.scheduling.plan import RowKind, StepPlan, TokenSource, Writes
@@ -107,7 +108,7 @@ class TinyModel:
         return out.logits
 
 
-def load_tiny(folder: Path) -> TinyModel:
+def load_tiny(folder: Path, kernels: Kernels = REFERENCE) -> TinyModel:
     config = ModelConfig.from_folder(folder)
     weights = load_model_weights(folder, config, dtype=torch.float32, device="cpu", progress=False)
     params = build_params(weights, config)
@@ -118,7 +119,7 @@ def load_tiny(folder: Path) -> TinyModel:
         config,
         weights,
         params,
-        Backbone(config, params, REFERENCE),
+        Backbone(config, params, kernels),
         json.loads(expected_file.read_text()) if has_expected else {},
         load_file(folder / "expected.safetensors") if has_expected else {},
     )
@@ -131,7 +132,7 @@ def with_rounding_off(model: TinyModel) -> TinyModel:
         cache.index_copy_(0, rows, values)
 
     kernels = replace(
-        REFERENCE,
+        model.backbone.kernels,
         write_window=plain_write,
         write_entries=plain_write,
         write_index_keys=plain_write,

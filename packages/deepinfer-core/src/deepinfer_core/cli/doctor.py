@@ -145,7 +145,7 @@ def _torch() -> Iterator[Finding]:
 def _toolchain() -> Iterator[Finding]:
     for program, needed_for in (
         ("nvcc", "the nvidia kernels compile with CUDA 13"),
-        ("gcc", "deepinfer-gemm, -ep: >= 13"),
+        ("gcc", "a C compiler makes the CPU kernels; deepinfer-gemm, -ep: >= 13"),
     ):
         path = shutil.which(program)
         if path is None:
@@ -158,10 +158,10 @@ def _toolchain() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     from deepinfer_core.kernels.contract import Unavailable
-    from deepinfer_core.kernels.registry import choose_provider, provider_statuses
+    from deepinfer_core.kernels.registry import choose_provider, native_status, provider_statuses
 
     statuses = provider_statuses()
-    for status in statuses:
+    for status in [native_status(), *statuses]:
         if isinstance(status.result, Unavailable):
             yield Finding(f"kernels: {status.name}", "note", "cannot run here", status.result.reason)
         else:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer_core.checkpoint.resolve import resolve_model
     from deepinfer_core.config.model import ModelConfig
     from deepinfer_core.kernels.contract import Capability
-    from deepinfer_core.kernels.registry import build_kernels, choose_provider, provider_statuses
+    from deepinfer_core.kernels.registry import build_kernels, choose_provider, native_status, provider_statuses
 
     statuses = provider_statuses()
     choice = choose_provider(args.accelerator or read_text("DEEPINFER_ACCELERATOR"), statuses)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         (status.name, True, status.result.summary)
         if isinstance(status.result, Capability)
         else (status.name, False, status.result.reason)
-        for status in statuses
+        for status in [native_status(), *statuses]
     ]
     if args.json:
         value = {

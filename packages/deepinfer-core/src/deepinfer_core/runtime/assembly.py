@@ -25,6 +25,7 @@ from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError
+from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
 from deepinfer_core.outputs import Provenance
@@ -86,6 +87,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     kernels, op_sources = build_kernels(
         choice, model_config, dtype, cpu_kernels=config.cpu_kernels, cache_dir=config.jit_cache_dir
     )
+    _set_torch_threads(op_sources)
     _check_batch_invariance(config, choice)
     weights = load_model_weights(
         folder,
@@ -176,6 +178,14 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
 def _dtype(config: EngineConfig, choice: KernelChoice) -> torch.dtype:
     name = config.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _set_torch_threads(op_sources: list[OpSource]) -> None:
+    """One torch thread where the native kernels do the work: they start threads of their own when a call is worth it,
+    and torch's would only wait for each other between small operations, for very long on a busy machine.
+    """
+    if all(source.provider == NativeProvider.name for source in op_sources):
+        torch.set_num_threads(1)
 
 
 def _check_batch_invariance(config: EngineConfig, choice: KernelChoice) -> None:

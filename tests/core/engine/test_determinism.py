@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.core.engine.traces import STYLES, Job, Oracle, Server, Traffic, engine_of
@@ -20,7 +20,12 @@ MODEL = FIXTURES / "tiny-a"
 MAX_MODEL_LEN = 640
 # The fixture's window has 8 tokens, so exact replay starts 28 rows before a hit of 256 and more.
 SHARED = (0, 5, 140, 300, 520)
-SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+# Failing traces are not shrunk: a trace takes a second, shrinking takes hundreds of them.
+SETTINGS = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ jobs = st.builds(
     own=st.integers(1, 40),
     style=st.sampled_from(tuple(STYLES)),
     seed=st.integers(0, 3),
-    max_tokens=st.sampled_from([1, 7, 20, 60]),
+    max_tokens=st.sampled_from([2, 7, 20, 60]),
 )
 traffics = st.lists(
     st.builds(
@@ -91,7 +96,9 @@ def check(oracle: Oracle, server: Server, traffic: list[Traffic], decoder_prefil
                 assert got == want
 
 
-def play_anywhere(oracle: Oracle, model: object, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]) -> None:
+def play_anywhere(
+    oracle: Oracle, model: object, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
+) -> None:
     engine = engine_of(str(model), max_model_len=MAX_MODEL_LEN, **vars(setup))
     try:
         check(oracle, Server(engine, oracle, preempts), traffic, setup.decoder_prefill)
@@ -99,7 +106,7 @@ def play_anywhere(oracle: Oracle, model: object, setup: Setup, traffic: list[Tra
         engine.runner.close()
 
 
-@settings(SETTINGS, max_examples=12)
+@settings(SETTINGS, max_examples=8)
 @given(setups, traffics, preempted_steps)
 def test_answers_do_not_depend_on_load_settings_and_disturbances(
     oracle: Oracle, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
@@ -140,7 +147,7 @@ def test_a_crowd_with_hits_preemptions_and_drafts_gets_the_answers_of_each_reque
         num_drafts=5,
         draft_schedule="fixed",
     )
-    check(oracle, Server(engine, oracle, frozenset({20, 33, 47})), crowd(1, 14), "compact")
+    check(oracle, Server(engine, oracle, frozenset({20, 33, 47})), crowd(1, 10), "compact")
     stats = engine.scheduler.stats
     engine.runner.close()
     assert stats.hit_tokens >= 3 * 256
@@ -149,12 +156,16 @@ def test_a_crowd_with_hits_preemptions_and_drafts_gets_the_answers_of_each_reque
     assert 0 < stats.accepted_drafts < stats.verified_drafts
 
 
-@pytest.mark.parametrize("decoder_prefill", ["full", "exact", "compact"])
+@pytest.mark.parametrize("decoder_prefill", ["exact", "compact"])
 def test_exact_replay_after_a_hit_equals_a_cold_run_to_the_bit(oracle: Oracle, decoder_prefill: str) -> None:
     engine = engine_of(
-        MODEL, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=128, max_num_seqs=4, decoder_prefill=decoder_prefill,
+        MODEL,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=128,
+        max_num_seqs=4,
+        decoder_prefill=decoder_prefill,
         draft_schedule="fixed",
-    )  # fmt: skip
+    )
     server = Server(engine, oracle)
     warm = Traffic(Job(0, 520, 3, "greedy", 1, 2))
     check(oracle, server, [warm], decoder_prefill)
@@ -166,12 +177,16 @@ def test_exact_replay_after_a_hit_equals_a_cold_run_to_the_bit(oracle: Oracle, d
 
 
 def test_a_second_start_and_a_saved_salt_change_nothing(oracle: Oracle) -> None:
-    traffic = crowd(3, 5, ("sampled", "forked"))
+    traffic = crowd(3, 3, ("sampled", "forked"))
     for salt in (None, "5a" * 32):
         engine = engine_of(
-            MODEL, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=128, max_num_seqs=4, draft_schedule="fixed",
+            MODEL,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=128,
+            max_num_seqs=4,
+            draft_schedule="fixed",
             prefix_salt=salt,
-        )  # fmt: skip
+        )
         check(oracle, Server(engine, oracle), traffic, "compact")
         engine.runner.close()
 

@@ -4,6 +4,8 @@
     Traffic     when a job comes, with which priority, and when it is aborted, if ever
     Server      an engine that plays traffic step by step, and watches the shared blocks of its cache
     Oracle      the plain loop, no drafts, no prefix cache, one request at a time, a prompt in one piece
+
+Times are counted in steps of the engine, so a trace is the same on every machine.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A job in a trace; times are steps of the engine."""
+    """A job in a trace."""
 
     job: Job
     arrives: int = 0

@@ -39,7 +39,8 @@ class Answer:
         output.token_ids += token_ids
         if output.logprobs is not None and output.cumulative_logprob is not None:
             output.logprobs += [logprob_table(entry, self._tokenizer) for entry in logprobs]
-            output.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+            for entry in logprobs:  # one by one: a sum must not depend on how many tokens a step brought
+                output.cumulative_logprob += entry.logprob
 
     def finish(self, end: Finished) -> None:
         """Nothing follows: text, reason, stop reason."""

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import tilelang
 import torch
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, RecordFormat, pack
+from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack
 from deepinfer_kernels_nvidia.ops import TABLE
 
 ROWS, HIDDEN, HEADS, HEAD_DIM, STREAMS = 1024, 5120, 64, 512, 4
@@ -40,6 +41,7 @@ class Case:
     calls: list[Callable[[], Any]]
     num_bytes: float
     num_flops: float = 0.0
+    peer: list[Callable[[], Any]] | None = None  # what torch has for the same job
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Timing:
     teraflops: float
     share_of_copy: float
     share_of_matmul: float
+    torch_microseconds: float | None
 
 
 def graph_time(calls: list[Callable[[], Any]]) -> float:
@@ -194,13 +197,11 @@ def products() -> Iterator[Case]:
         ("head", 5120, 129_280),
     ):
         for rows in (8, ROWS):
-
-            def make(k: int = k, n: int = n, rows: int = rows) -> Callable[[], Any]:
-                x, w = randn(rows, k), randn(k, n)
-                return lambda: TABLE["linear"](x, w)
-
+            inputs = [(randn(rows, k), randn(k, n)) for _ in range(INPUT_SETS)]
+            ours = [partial(TABLE["linear"], x, w) for x, w in inputs]
+            torches = [partial(torch.mm, x, w) for x, w in inputs]
             num_bytes = 2 * (rows * k + k * n + rows * n)
-            yield Case("linear", f"{name}: {rows}x{k}x{n}", sets(make), num_bytes, 2.0 * rows * k * n)
+            yield Case("linear", f"{name}: {rows}x{k}x{n}", ours, num_bytes, 2.0 * rows * k * n, torches)
 
     def make_groups() -> Callable[[], Any]:
         x, w = randn(ROWS, 8, 4096), randn(8, 4096, 1024)
@@ -217,6 +218,66 @@ def products() -> Iterator[Case]:
     yield Case("linear", "float32 compressor: 1024x5120x1024", sets(make_float32), 4 * 5120 * 2048, flops)
 
 
+def experts() -> Iterator[Case]:
+    width, local = 2304, 6
+    weight_bytes = 2 * local * 3 * HIDDEN * width
+    for rows in (8, ROWS):
+
+        def make_routed(rows: int = rows) -> Callable[[], Any]:
+            x, ids = randn(rows, HIDDEN), torch.arange(local, device="cuda").expand(rows, -1).contiguous()
+            w13, w2 = randn(local, HIDDEN, 2 * width), randn(local, width, HIDDEN)
+            scale, plan = torch.rand(rows, local, device="cuda"), TABLE["plan_experts"](ids, local)
+            return lambda: TABLE["run_experts"](x, scale, plan, w13, w2, 10.0)
+
+        flops = 6.0 * rows * local * HIDDEN * width
+        yield Case("run_experts", f"6 experts, {rows} rows each", sets(make_routed), weight_bytes, flops)
+
+    def make_plan() -> Callable[[], Any]:
+        ids = torch.rand(ROWS, 384, device="cuda").topk(6, 1).indices
+        return lambda: TABLE["plan_experts"](ids, 384)
+
+    yield Case("plan_experts", f"{ROWS}x6 of 384", sets(make_plan), ROWS * 6 * 12)
+
+    def make_shared() -> Callable[[], Any]:
+        x, w13, w2 = randn(ROWS, HIDDEN), randn(HIDDEN, 2 * width), randn(width, HIDDEN)
+        return lambda: TABLE["shared_expert"](x, w13, w2, 10.0)
+
+    flops = 6.0 * ROWS * HIDDEN * width
+    yield Case("shared_expert", f"{ROWS} rows", sets(make_shared), 2 * 3 * HIDDEN * width, flops)
+
+    def make_route() -> Callable[[], Any]:
+        x, gate = randn(ROWS, HIDDEN), torch.randn(HIDDEN, 384, device="cuda")
+        bias = torch.randn(384, device="cuda")
+        return lambda: TABLE["route"](x, gate, bias, 6, 1.5)
+
+    yield Case("route", f"{ROWS}x{HIDDEN}x384", sets(make_route), 2 * ROWS * HIDDEN + 4 * HIDDEN * 384)
+
+    def make_combine() -> Callable[[], Any]:
+        pairs, shared = randn(ROWS, 6, HIDDEN), randn(ROWS, HIDDEN)
+        return lambda: TABLE["combine_experts"](pairs, shared)
+
+    yield Case("combine_experts", f"{ROWS}x6x{HIDDEN}", sets(make_combine), 2 * ROWS * 8 * HIDDEN)
+
+
+def indexer() -> Iterator[Case]:
+    num_blocks, per_block, heads, dim = 1024, 128, 32, 128
+    for rows in (8, ROWS):
+
+        def make(rows: int = rows) -> Callable[[], Any]:
+            keys = pack(randn(8192, dim, dtype=torch.float32), INDEX).repeat(64, 1)  # 4,096 blocks
+            request = torch.arange(rows, device="cuda") // 4
+            blocks = (request[:, None] * 37 + torch.arange(num_blocks, device="cuda")) % 4096
+            visible = torch.full((rows,), num_blocks * per_block, device="cuda")
+            plan = TABLE["plan_index"](blocks, per_block, visible)
+            iq, weights = TABLE["round_index"](randn(rows, heads, dim)), randn(rows, heads)
+            return lambda: TABLE["index_scores"](iq, weights, keys, plan, None, 8)
+
+        keys = rows * num_blocks * per_block
+        yield Case(
+            "index_scores", f"{rows} rows, context 131072", [make()], keys * (4 + 68 / 4), 2.0 * keys * heads * dim
+        )
+
+
 def main() -> None:
     """Time every case and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -225,14 +286,15 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = set(filter(None, arguments.only.split(",")))
     limits, timings = ceilings(), []
-    for part in (cache_writes, norms_and_streams, attention, products):
+    for part in (cache_writes, norms_and_streams, attention, indexer, products, experts):
         for case in part():
             if wanted and case.op not in wanted:
                 continue
             seconds = graph_time(case.calls)
             bandwidth, rate = case.num_bytes / seconds / 1e12, case.num_flops / seconds / 1e12
             shares = bandwidth / limits["copy_TB_s"], rate / limits["bf16_TFLOP_s"]
-            timings.append(Timing(case.op, case.shape, seconds * 1e6, bandwidth, rate, *shares))
+            peer = None if case.peer is None else graph_time(case.peer) * 1e6
+            timings.append(Timing(case.op, case.shape, seconds * 1e6, bandwidth, rate, *shares, peer))
             print(
                 f"{case.op:18} {case.shape:42} {seconds * 1e6:9.1f} us {bandwidth:6.2f} TB/s {rate:7.1f} TFLOP/s",
                 flush=True,

@@ -29,11 +29,23 @@ OFFERED = frozenset(
         "pool_pairs",
         "plan_keys",
         "attend",
+        "plan_index",
+        "index_scores",
+        "route",
+        "plan_experts",
+        "run_experts",
+        "shared_expert",
+        "combine_experts",
+        "markov_step",
     )
 )
 _ATTENTION = frozenset(("plan_keys", "attend"))
-_BFLOAT16_ONLY = _ATTENTION | {"grouped_linear"}
+_INDEX = frozenset(("plan_index", "index_scores"))
+_EXPERTS = frozenset(("plan_experts", "run_experts", "shared_expert"))
+_BFLOAT16_ONLY = _ATTENTION | _INDEX | _EXPERTS | {"grouped_linear"}
 _ATTENTION_DIM_STEP = 64  # a tile of one wgmma, and whole 32-bit words in a compressed record
+_MOST_INDEX_HEADS = 64  # columns of one index product
+_EXPERT_DIM_STEP = 8  # rows of whole 16-byte units
 _MOST_STREAMS = 8  # the mix of a row is held in the registers of one thread
 
 
@@ -47,6 +59,12 @@ def reason_against(op: str, config: ModelConfig, dtype: torch.dtype) -> str | No
         return "the kernel computes in bfloat16 only"
     if op in _ATTENTION and config.head_dim % _ATTENTION_DIM_STEP:
         return f"head_dim is {config.head_dim}; the attention kernel needs a multiple of {_ATTENTION_DIM_STEP}"
+    if op in _INDEX and _MOST_INDEX_HEADS % config.index_n_heads:
+        return f"index_n_heads is {config.index_n_heads}; the index kernel needs a divisor of {_MOST_INDEX_HEADS}"
+    if op in _EXPERTS:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(config, name) % _EXPERT_DIM_STEP:
+                return f"{name} is {getattr(config, name)}; the expert kernels need a multiple of {_EXPERT_DIM_STEP}"
     if op == "mhc_mix" and config.hc_mult > _MOST_STREAMS:
         return f"hc_mult is {config.hc_mult}; the kernel holds at most {_MOST_STREAMS} streams"
     return None

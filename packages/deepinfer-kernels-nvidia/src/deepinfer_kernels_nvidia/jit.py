@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deepinfer_core.config.env import read_text
 from deepinfer_core.errors import KernelError
@@ -30,6 +31,7 @@ tilelang: Any = import_module("tilelang")
 T: Any = import_module("tilelang.language")
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_ROW_UNIT = 8  # elements: 16 bytes of bf16
 _VECTOR_BYTES = 16  # the widest access of one thread
 
 PROGRAMS: dict[str, Program] = {}
@@ -110,3 +112,13 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself where it is contiguous and starts at 16 bytes, as vector accesses need; else a copy."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % _VECTOR_BYTES == 0 else tensor.clone()
+
+
+def tma_ready(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] and weight [..., K, N] with zeros appended where K or N is no multiple of 8: the bulk copy engine
+    wants rows of whole 16-byte units.
+    """
+    inner, columns = -weight.shape[-2] % _ROW_UNIT, -weight.shape[-1] % _ROW_UNIT
+    if inner or columns:
+        return F.pad(x, (0, inner)), F.pad(weight, (0, columns, 0, inner))
+    return x, weight

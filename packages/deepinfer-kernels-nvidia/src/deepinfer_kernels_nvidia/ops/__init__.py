@@ -8,12 +8,16 @@ from typing import Any
 from deepinfer_kernels_nvidia.ops.attention import attend, plan_keys
 from deepinfer_kernels_nvidia.ops.cache_write import round_index, write_entries, write_index_keys, write_window
 from deepinfer_kernels_nvidia.ops.copy_rows import copy_rows
+from deepinfer_kernels_nvidia.ops.dspark import markov_step
+from deepinfer_kernels_nvidia.ops.experts import combine_experts, plan_experts, run_experts, shared_expert
+from deepinfer_kernels_nvidia.ops.indexer import index_scores, plan_index
 from deepinfer_kernels_nvidia.ops.linear import grouped_linear, linear
 from deepinfer_kernels_nvidia.ops.mhc_mix import mhc_mix
 from deepinfer_kernels_nvidia.ops.mhc_streams import mhc_collapse, mhc_expand
 from deepinfer_kernels_nvidia.ops.pool_pairs import pool_pairs
 from deepinfer_kernels_nvidia.ops.rms_norm import rms_norm
 from deepinfer_kernels_nvidia.ops.rope import apply_rope, rope_table
+from deepinfer_kernels_nvidia.ops.route import route
 
 __all__ = ["TABLE"]
 
@@ -34,4 +38,12 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "pool_pairs": pool_pairs,
     "plan_keys": plan_keys,
     "attend": attend,
+    "plan_index": plan_index,
+    "index_scores": index_scores,
+    "route": route,
+    "plan_experts": plan_experts,
+    "run_experts": run_experts,
+    "shared_expert": shared_expert,
+    "combine_experts": combine_experts,
+    "markov_step": markov_step,
 }

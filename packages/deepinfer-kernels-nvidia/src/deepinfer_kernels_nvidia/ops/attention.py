@@ -27,6 +27,7 @@ __all__ = ["TILE", "KeyLists", "attend", "plan_keys"]
 TILE = 64  # keys a step
 _HEADS = 64  # query heads of a block: the rows of one wgmma
 _THREADS = 256
+_CHUNK = 8  # values that a thread dequantises at a time: one 16-byte store
 _LOG2_E = 1.4426950408889634
 _FAR_BELOW = -1e30  # a finite start of the running maximum: exp2 of a difference with it is 0 or 1, never NaN
 _HALF_BIAS = 2.0**14  # an e2m1 code moved into a half's exponent field is worth this much less
@@ -78,6 +79,9 @@ def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
     to_log2 = dim**-0.5 * _LOG2_E
     both_columns = T.GemmWarpPolicy.FullCol
 
+    units = TILE * dim // _CHUNK // _THREADS  # chunks of a tile that one thread dequantises
+    chunks = dim // _CHUNK
+
     @T.macro
     def add_tile(q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator):
         T.gemm(q_tile, keys, score, transpose_B=True, policy=both_columns, clear_accum=True)
@@ -96,6 +100,24 @@ def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
         for h, d in T.Parallel(_HEADS, dim):
             out_sum[h, d] *= decay[h]
         T.gemm(probability, keys, out_sum, policy=both_columns)
+
+    @T.macro
+    def fetch_window(e4m3, byte, key_list, row, t, thread, codes, powers):
+        for i in T.unroll(units):
+            unit = i * _THREADS + thread
+            key = T.max(key_list[row, t, unit // chunks], 0)
+            for v in T.vectorized(_CHUNK):
+                codes[i, v] = e4m3[key, unit % chunks * _CHUNK + v]
+            powers[i] = byte[key, dim + unit % chunks * _CHUNK // 32]
+
+    @T.macro
+    def fetch_entries(word, e4m3, key_list, used, row, t, thread, words, scales):
+        if t < used[row]:
+            for i in T.unroll(units):
+                unit = i * _THREADS + thread
+                key = T.max(key_list[row, t, unit // chunks], 0)
+                words[i] = word[key, unit % chunks]
+                scales[i] = e4m3[key, dim // 2 + unit % chunks * _CHUNK // 16]
 
     @T.prim_func
     def attend(
@@ -129,24 +151,36 @@ def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
             T.fill(out_sum, 0)
             T.fill(denominator, 0)
             T.fill(peak, _FAR_BELOW)
+            thread = T.get_thread_binding()
+            codes = T.alloc_local((units, _CHUNK), "float8_e4m3fn")
+            powers = T.alloc_local((units,), "uint8")
             for t in T.serial(window_used[row]):
+                fetch_window(window_e4m3, window_byte, window_list, row, t, thread, codes, powers)
                 for j in T.Parallel(TILE):
                     index[j] = window_list[row, t, j]
-                for j, u, v in T.Parallel(TILE, dim // 8, 8):
-                    key = T.max(index[j], 0)
-                    power = T.reinterpret(T.cast(window_byte[key, dim + u // 4], "int32") << 23, "float32")
-                    keys[j, u * 8 + v] = T.cast(window_e4m3[key, u * 8 + v], "float32") * power
+                for i in T.unroll(units):
+                    power = T.reinterpret(T.cast(powers[i], "int32") << 23, "float32")
+                    for v in T.vectorized(_CHUNK):
+                        keys[(i * _THREADS + thread) // chunks, (i * _THREADS + thread) % chunks * _CHUNK + v] = (
+                            T.cast(codes[i, v], "float32") * power
+                        )
                 add_tile(q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator)
             if has_entries:
+                words = T.alloc_local((units,), "int32")
+                scales = T.alloc_local((units,), "float8_e4m3fn")
+                fetch_entries(entry_word, entry_e4m3, entry_list, entry_used, row, 0, thread, words, scales)
                 for t in T.serial(entry_used[row]):
                     for j in T.Parallel(TILE):
                         index[j] = entry_list[row, t, j]
-                    for j, u, v in T.Parallel(TILE, dim // 8, 8):
-                        key = T.max(index[j], 0)
-                        code = entry_word[key, u] >> (v * 4)
-                        half = T.reinterpret(T.cast(((code & 7) << 9) | ((code & 8) << 12), "uint16"), "float16")
-                        scale = T.cast(entry_e4m3[key, dim // 2 + u // 2], "float32") * _HALF_BIAS
-                        keys[j, u * 8 + v] = T.cast(half, "float32") * scale
+                    for i in T.unroll(units):
+                        scale = T.cast(scales[i], "float32") * _HALF_BIAS
+                        for v in T.vectorized(_CHUNK):
+                            code = words[i] >> (v * 4)
+                            half = T.reinterpret(T.cast(((code & 7) << 9) | ((code & 8) << 12), "uint16"), "float16")
+                            keys[(i * _THREADS + thread) // chunks, (i * _THREADS + thread) % chunks * _CHUNK + v] = (
+                                T.cast(half, "float32") * scale
+                            )
+                    fetch_entries(entry_word, entry_e4m3, entry_list, entry_used, row, t + 1, thread, words, scales)
                     add_tile(
                         q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator
                     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import KernelError
-from deepinfer_kernels_nvidia.jit import T, aligned, program
+from deepinfer_kernels_nvidia.jit import T, aligned, program, tma_ready
 from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
 
 __all__ = ["grouped_linear", "linear"]
@@ -52,10 +52,12 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G, K], weight [G, K, N], both bf16 -> [R, G, N]; see contract `grouped_linear`. Raises KernelError."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise KernelError(f"this grouped product takes bfloat16, not {x.dtype} by {weight.dtype}")
+    columns = weight.shape[2]
+    x, weight = tma_ready(x, weight)
     out = torch.empty(x.shape[0], x.shape[1], weight.shape[2], dtype=x.dtype, device=x.device)
     if out.numel():
         matmul_program(*weight.shape)(aligned(x), aligned(weight), out)
-    return out
+    return out[..., :columns]
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ N alone, so rows are invariant.
 import torch
 from torch import Tensor
 
-from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
+from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program, tma_ready
 
 __all__ = ["linear_float32", "matmul_parts", "num_parts"]
 
 _ROWS, _INNER, _THREADS = 64, 64, 128
 _TERMS = 3
-_ITERATIONS_A_PART = 16  # tiles of K that one block walks
+_ITERATIONS_A_PART = 20  # tiles of K that one block walks: mHC's K = 20,480 at 1,024 rows then fills the chip once
 
 
 def num_parts(k: int) -> int:
@@ -112,8 +112,9 @@ def sum_parts_program(parts: int, n: int):
 
 def matmul_parts(x: Tensor, weight: Tensor, *, with_squares: bool = False) -> tuple[Tensor, Tensor]:
     """x [R, K], weight [K, N], bf16 or float32 each -> parts [num_parts(K), R, N] float32 and, if `with_squares`, parts
-    of sum x^2 [num_parts(K), R].
+    of sum x^2 [num_parts(K), R]. Where N is no multiple of 8 the parts have zero columns after the Nth.
     """
+    x, weight = tma_ready(x, weight)
     (rows, k), n = x.shape, weight.shape[1]
     parts = torch.empty(num_parts(k), rows, n, dtype=torch.float32, device=x.device)
     squares = torch.empty(num_parts(k), rows, dtype=torch.float32, device=x.device)
@@ -126,9 +127,7 @@ def matmul_parts(x: Tensor, weight: Tensor, *, with_squares: bool = False) -> tu
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, K] @ weight [K, N] -> [R, N] float32."""
     parts, _ = matmul_parts(x, weight)
-    if len(parts) == 1:
-        return parts[0]
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=x.device)
     if out.numel():
         sum_parts_program(len(parts), parts.shape[2])(parts, out)
-    return out
+    return out[:, : weight.shape[1]]

@@ -20,14 +20,14 @@ _THREADS = 32  # few registers are shared and few rows exist: small blocks sprea
 
 
 @program
-def mhc_gates_program(streams: int, dim: int, iterations: int, mix_dtype: str):
-    """parts of the product and of the sum of squares -> pre, post, c."""
+def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix_dtype: str):
+    """parts of the product (columns >= its width) and of the sum of squares -> pre, post, c."""
     rows, parts = T.dynamic("rows"), num_parts(streams * dim)
     mixes = streams * (streams + 2)
 
     @T.prim_func
     def mhc_gates(
-        products: T.Tensor((parts, rows, mixes), "float32"),
+        products: T.Tensor((parts, rows, columns), "float32"),
         squares: T.Tensor((parts, rows), "float32"),
         base: T.Tensor((mixes,), mix_dtype),
         scale: T.Tensor((mixes,), mix_dtype),
@@ -100,6 +100,6 @@ def mhc_mix(
     c = torch.empty(rows, s, s, dtype=torch.float32, device=streams.device)
     if rows:
         products, squares = matmul_parts(streams.flatten(1), fn, with_squares=True)
-        launch = mhc_gates_program(s, dim, iterations, dtype_name(base))
+        launch = mhc_gates_program(s, dim, products.shape[2], iterations, dtype_name(base))
         launch(products, squares, base.contiguous(), scale.contiguous(), pre, post, c, norm_eps, eps)
     return pre, post, c

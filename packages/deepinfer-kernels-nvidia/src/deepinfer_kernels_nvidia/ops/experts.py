@@ -1,0 +1,237 @@
+# ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
+# pyright: basic, reportInvalidTypeForm=false
+"""Expert MLPs: y = (silu(min(x w1, limit)) * clamp(x w3, -limit, limit) * weight) w2 (model.md 2.5).
+
+    pairs (row, choice) sorted by expert fill tiles of 128 slots, one expert a tile; an expert's last tile is padded
+
+    x --gather_tiles--> slots [tiles * 128, D] --gated--> act [tiles * 128, I] --down--> out [pair, D]
+
+The number of tiles is bounded by shapes alone, so the host never waits for a count; tiles without an expert return at
+once. Both products stream through shared memory as in `linear`: the gate and the up half of w13 share the x tile, and
+a pair's bits depend on its row only. The shared expert is the same gated product with one expert and no gather.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.errors import KernelError
+from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
+from deepinfer_kernels_nvidia.ops.linear import linear
+
+__all__ = ["ExpertTiles", "combine_experts", "plan_experts", "run_experts", "shared_expert"]
+
+TILE = 128  # slots of one expert
+_COLUMNS, _INNER, _STAGES, _THREADS = 128, 64, 4, 256
+_CHUNK = 8  # values that one thread moves
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Which pair stands in which slot, and whose weights a tile takes."""
+
+    slot_pair: Tensor  # [tiles * TILE] int32 number of the pair row * k + choice, -1 = empty
+    tile_expert: Tensor  # [tiles] int32 local expert, -1 = unused tile
+
+
+@program
+def gather_tiles_program(dim: int, choices: int):
+    """x [rows, dim] -> slots [slots, dim], zero where a slot is empty."""
+    rows, slots = T.dynamic("rows"), T.dynamic("slots")
+    chunks = dim // _CHUNK
+
+    @T.prim_func
+    def gather_tiles(
+        x: T.Tensor((rows, dim), "bfloat16"),
+        slot_pair: T.Tensor((slots,), "int32"),
+        out: T.Tensor((slots, dim), "bfloat16"),
+    ):
+        with T.Kernel(T.ceildiv(slots * chunks, _THREADS), threads=_THREADS) as block:
+            unit = block * _THREADS + T.get_thread_binding()
+            slot, first = unit // chunks, unit % chunks * _CHUNK
+            if slot < slots:
+                for i in T.vectorized(_CHUNK):
+                    out[slot, first + i] = T.if_then_else(
+                        slot_pair[slot] >= 0, x[T.max(slot_pair[slot], 0) // choices, first + i], T.bfloat16(0)
+                    )
+
+    return gather_tiles
+
+
+@program
+def gated_program(experts: int, k: int, width: int, routed: bool):
+    """x [rows, k] in tiles, w13 [experts, k, 2 width] -> act [rows, width]; weights of pairs only where `routed`."""
+    rows, tiles, pairs = T.dynamic("rows"), T.dynamic("tiles"), T.dynamic("pairs")
+
+    @T.prim_func
+    def gated(
+        x: T.Tensor((rows, k), "bfloat16"),
+        w13: T.Tensor((experts, k, 2 * width), "bfloat16"),
+        slot_pair: T.Tensor((rows,), "int32"),
+        tile_expert: T.Tensor((tiles,), "int32"),
+        weights: T.Tensor((pairs,), "float32"),
+        act: T.Tensor((rows, width), "bfloat16"),
+        limit: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows, TILE), T.ceildiv(width, _COLUMNS), threads=_THREADS) as (bm, bn):
+            x_tile = T.alloc_shared((TILE, _INNER), "bfloat16")
+            gate_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
+            up_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
+            gate = T.alloc_fragment((TILE, _COLUMNS), "float32")
+            up = T.alloc_fragment((TILE, _COLUMNS), "float32")
+            expert = tile_expert[bm] if routed else 0
+            T.clear(gate)
+            T.clear(up)
+            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=_STAGES):
+                inner = i * _INNER
+                T.copy(x[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], x_tile)
+                T.copy(w13[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], gate_tile)
+                T.copy(
+                    w13[expert, inner : inner + _INNER, width + bn * _COLUMNS : width + (bn + 1) * _COLUMNS], up_tile
+                )
+                T.gemm(x_tile, gate_tile, gate, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(x_tile, up_tile, up, policy=T.GemmWarpPolicy.FullRow)
+            for r, c in T.Parallel(TILE, _COLUMNS):
+                gate[r, c] = T.min(gate[r, c], limit)
+                up[r, c] = T.min(T.max(up[r, c], -limit), limit)
+                gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c]
+            for r, c in T.Parallel(TILE, _COLUMNS):
+                slot = bm * TILE + r
+                if slot < rows and bn * _COLUMNS + c < width:
+                    if routed:
+                        pair = slot_pair[slot]
+                        act[slot, bn * _COLUMNS + c] = gate[r, c] * T.if_then_else(
+                            pair >= 0, weights[T.max(pair, 0)], 0.0
+                        )
+                    else:
+                        act[slot, bn * _COLUMNS + c] = gate[r, c]
+
+    return gated
+
+
+@program
+def down_program(experts: int, width: int, dim: int):
+    """act [slots, width] in tiles, w2 [experts, width, dim] -> out [pairs, dim]; every pair stands in one slot."""
+    slots, tiles, pairs = T.dynamic("slots"), T.dynamic("tiles"), T.dynamic("pairs")
+
+    @T.prim_func
+    def down(
+        act: T.Tensor((slots, width), "bfloat16"),
+        w2: T.Tensor((experts, width, dim), "bfloat16"),
+        slot_pair: T.Tensor((slots,), "int32"),
+        tile_expert: T.Tensor((tiles,), "int32"),
+        out: T.Tensor((pairs, dim), "bfloat16"),
+    ):
+        with T.Kernel(T.ceildiv(slots, TILE), T.ceildiv(dim, _COLUMNS), threads=_THREADS) as (bm, bn):
+            act_tile = T.alloc_shared((TILE, _INNER), "bfloat16")
+            w_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
+            total = T.alloc_fragment((TILE, _COLUMNS), "float32")
+            expert = tile_expert[bm]
+            T.clear(total)
+            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(width, _INNER), 0), num_stages=_STAGES):
+                inner = i * _INNER
+                T.copy(act[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], act_tile)
+                T.copy(w2[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], w_tile)
+                T.gemm(act_tile, w_tile, total, policy=T.GemmWarpPolicy.FullRow)
+            for r, c in T.Parallel(TILE, _COLUMNS):
+                pair = slot_pair[bm * TILE + r]
+                if pair >= 0 and bn * _COLUMNS + c < dim:
+                    out[pair, bn * _COLUMNS + c] = total[r, c]
+
+    return down
+
+
+@program
+def combine_experts_program(choices: int, dim: int, dtype: str):
+    """pairs [rows, choices, dim] in order, then shared [rows, dim]; sums only, so bits equal the reference's."""
+    rows = T.dynamic("rows")
+    chunk = next(size for size in (8, 4, 2, 1) if dim % size == 0)
+    chunks = dim // chunk
+
+    @T.prim_func
+    def combine_experts(
+        pairs: T.Tensor((rows, choices, dim), dtype),
+        shared: T.Tensor((rows, dim), dtype),
+        out: T.Tensor((rows, dim), dtype),
+    ):
+        with T.Kernel(T.ceildiv(rows * chunks, _THREADS), threads=_THREADS) as block:
+            unit = block * _THREADS + T.get_thread_binding()
+            row, first = unit // chunks, unit % chunks * chunk
+            value = T.alloc_local((choices + 1, chunk), "float32")
+            if row < rows:
+                for choice in T.unroll(choices):
+                    for i in T.vectorized(chunk):
+                        value[choice, i] = pairs[row, choice, first + i]
+                for i in T.vectorized(chunk):
+                    value[choices, i] = shared[row, first + i]
+                for choice in T.unroll(choices):
+                    for i in T.unroll(chunk):
+                        value[0, i] += value[choice + 1, i]
+                for i in T.vectorized(chunk):
+                    out[row, first + i] = value[0, i]
+
+    return combine_experts
+
+
+def plan_experts(ids: Tensor, num_experts: int) -> ExpertTiles:
+    """ids [R, k] local expert ids -> tiles, without a host synchronisation; see contract `plan_experts`."""
+    flat, device = ids.flatten(), ids.device
+    pairs = len(flat)
+    num_tiles = min(pairs, pairs // TILE + num_experts)
+    expert, order = torch.sort(flat, stable=True)
+    start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
+    end_tile = torch.cumsum((start.diff() + TILE - 1) // TILE, 0)
+    first_tile = torch.nn.functional.pad(end_tile, (1, 0))
+    slot = first_tile[expert] * TILE + torch.arange(pairs, device=device) - start[expert]
+    slot_pair = torch.full((num_tiles * TILE,), -1, dtype=torch.int32, device=device)
+    slot_pair.index_copy_(0, slot, order.to(torch.int32))
+    owner = torch.searchsorted(end_tile, torch.arange(num_tiles, device=device), right=True)
+    return ExpertTiles(slot_pair, torch.where(owner < num_experts, owner, -1).to(torch.int32))
+
+
+def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D], all but weights bf16 -> [R, k, D]; see contract
+    `run_experts`. Raises KernelError for other dtypes.
+    """
+    _check_dtype(x, w13)
+    (rows, choices), dim = weights.shape, x.shape[1]
+    experts, width = w2.shape[0], w2.shape[1]
+    out = torch.empty(rows * choices, dim, dtype=x.dtype, device=x.device)
+    if out.numel():
+        slots = torch.empty(len(tiles.slot_pair), dim, dtype=x.dtype, device=x.device)
+        act = torch.empty(len(tiles.slot_pair), width, dtype=x.dtype, device=x.device)
+        gather_tiles_program(dim, choices)(aligned(x), tiles.slot_pair, slots)
+        scale = weights.float().flatten()
+        launch = gated_program(experts, dim, width, True)
+        launch(slots, aligned(w13), tiles.slot_pair, tiles.tile_expert, scale, act, limit)
+        down_program(experts, width, dim)(act, aligned(w2), tiles.slot_pair, tiles.tile_expert, out)
+    return out.view(rows, choices, dim)
+
+
+def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """x [R, D], w13 [D, 2 I], w2 [I, D], all bf16 -> [R, D]; see contract `shared_expert`. Raises KernelError."""
+    _check_dtype(x, w13)
+    rows, width = x.shape[0], w2.shape[0]
+    act = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        nothing = torch.empty(rows, dtype=torch.int32, device=x.device)  # not read: the rows are not routed
+        launch = gated_program(1, x.shape[1], width, False)
+        launch(aligned(x), aligned(w13)[None], nothing, nothing, nothing.view(torch.float32), act, limit)
+    return linear(act, w2)
+
+
+def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
+    """pairs [R, k, D] in ascending expert id, shared [R, D] -> [R, D]; see contract `combine_experts`."""
+    choices, dim = pairs.shape[1:]
+    out = torch.empty_like(shared)
+    if out.numel():
+        if pairs.dtype != shared.dtype:
+            raise KernelError(f"expert outputs are {pairs.dtype} and {shared.dtype}; both need one dtype")
+        combine_experts_program(choices, dim, dtype_name(shared))(aligned(pairs), aligned(shared), out)
+    return out
+
+
+def _check_dtype(x: Tensor, weight: Tensor) -> None:
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise KernelError(f"the expert kernels take bfloat16, not {x.dtype} by {weight.dtype}")

@@ -42,10 +42,12 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_budget_and_filling_reach_the_exhaustive_optimum(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     survival, caps, seconds = case
     samplers = len(caps)
-    lengths = fill_budget(choose_budget(survival, caps, seconds, samplers), survival, caps)
+    lengths = fill_budget(choose_budget(survival, caps, seconds, samplers).num_drafts, survival, caps)
     rate = tokens_of(survival, tuple(lengths.tolist()), samplers) / seconds[int(lengths.sum())]
     best = max(tokens_of(survival, choice, samplers) / seconds[sum(choice)] for choice in prefix_choices(caps))
     assert rate == pytest.approx(best, rel=1e-6)
+    promised = choose_budget(survival, caps, seconds, samplers).expected
+    assert promised + samplers == pytest.approx(tokens_of(survival, tuple(lengths.tolist()), samplers), rel=1e-6)
     assert (lengths <= caps).all()
 
 
@@ -86,7 +88,7 @@ def test_a_staircase_is_climbed_over_its_local_optima() -> None:
     # Steps are padded to 4 rows: the third draft is worth nothing alone but free once the step has grown.
     survival = np.array([[0.5], [0.45], [0.4], [0.35]], np.float32)
     seconds = np.array([1.0, 1.6, 1.6, 1.6, 1.6])
-    assert choose_budget(survival, np.array([4]), seconds, 1) == 4
+    assert choose_budget(survival, np.array([4]), seconds, 1).num_drafts == 4
     assert causal_lengths(survival, np.array([4]), seconds, 1).tolist() == [0]
 
 
@@ -116,7 +118,7 @@ def first_token_distribution(length_after: list[int]) -> np.ndarray:
 
 
 def test_a_search_over_current_confidences_biases_the_paper_example() -> None:
-    lengths = [choose_budget(paper_survival(x), np.array([2]), PAPER_SECONDS, 1) for x in range(2)]
+    lengths = [choose_budget(paper_survival(x), np.array([2]), PAPER_SECONDS, 1).num_drafts for x in range(2)]
     assert lengths == [2, 0]
     assert first_token_distribution(lengths) == pytest.approx([0.85, 0.15])
 
@@ -128,7 +130,7 @@ def test_the_causal_rule_keeps_the_target_distribution_in_the_paper_example() ->
 
 @pytest.mark.parametrize("stale_draft", [0, 1])
 def test_a_stale_budget_keeps_the_target_distribution_in_the_paper_example(stale_draft: int) -> None:
-    budget = choose_budget(paper_survival(stale_draft), np.array([2]), PAPER_SECONDS, 1)
+    budget = choose_budget(paper_survival(stale_draft), np.array([2]), PAPER_SECONDS, 1).num_drafts
     lengths = [int(fill_budget(budget, paper_survival(x), np.array([2]))[0]) for x in range(2)]
     # Whether the first draft is verified is decided by the stale block alone.
     assert min(lengths[0], 1) == min(lengths[1], 1)
@@ -150,5 +152,5 @@ def test_broken_confidences_count_as_hopeless() -> None:
 
 def test_no_draft_is_chosen_when_the_step_has_no_room() -> None:
     survival = np.ones((3, 2), np.float32)
-    assert choose_budget(survival, np.array([3, 3]), np.array([1.0]), 2) == 0
+    assert choose_budget(survival, np.array([3, 3]), np.array([1.0]), 2).num_drafts == 0
     assert fill_budget(0, survival, np.array([3, 3])).tolist() == [0, 0]

@@ -199,7 +199,7 @@ def test_neither_policy_nor_budget_sees_the_drafts_that_it_decides_on(seed: int)
         model = CostModel(
             CostTable((1, 64), (1.0, 2.0 + seed / 4)), CostTable((1,), (0.1,)), max_rows=64, max_requests=8
         )
-        planner = SpeculationPlanner(SpeculationConfig(num_drafts=3), model)
+        planner = SpeculationPlanner(SpeculationConfig(num_drafts=3, verification="ratio"), model)
         later = np.random.default_rng((seed, successors)).random((2, 6)).astype(np.float32)
         fresh = survivals(np.concatenate((first[None], later)), caps)
         fresh[1:, 1:] = 0.3 * fresh[:1, 1:]  # only request 0 has other successors

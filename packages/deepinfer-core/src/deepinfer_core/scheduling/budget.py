@@ -10,19 +10,22 @@ Because a falls in j, the K largest are a prefix of every request's drafts. `cho
 curves are staircases and have many local optima. With ratio verification such a search must not see the drafts it
 decides on: a draft could vote, through the confidences after it, on its own verification, and the output distribution
 would shift (counter-example in the tests). So K comes from confidences of an earlier step and only the filling looks
-at the current ones, where ties go by position first: then no draft's place depends on its own successors.
+at the current ones, where ties go by position first: then no draft's place depends on its own successors. Coupled
+verification has no such bias, whatever the search sees (systems.md E.3): there K may come from current confidences.
 `causal_lengths` is the paper's synchronous rule, which stops at the first K that does not improve and so may use
 current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; systems.md A.4, A.5.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
-__all__ = ["MIN_SURVIVAL", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
+__all__ = ["MIN_SURVIVAL", "Budget", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
 
 type Float64Array = NDArray[np.float64]
 
@@ -35,8 +38,15 @@ def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
     return _within(np.cumprod(clean, axis=0, dtype=np.float32), num_drafts)
 
 
-def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> int:
-    """K that maximises expected tokens a second; the smallest such K.
+class Budget(NamedTuple):
+    """Drafts to verify in all, and how many of them are expected to be accepted."""
+
+    num_drafts: int
+    expected: float
+
+
+def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> Budget:
+    """The K that maximises expected tokens a second; the smallest such K.
 
     survival [D, R]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts,
     k = 0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step.
@@ -47,7 +57,8 @@ def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64A
     tokens[0] = num_samplers
     np.cumsum(candidates, out=tokens[1:], dtype=np.float64)
     tokens[1:] += num_samplers
-    return int(np.argmax(tokens / step_seconds[: len(tokens)]))
+    best = int(np.argmax(tokens / step_seconds[: len(tokens)]))
+    return Budget(best, float(tokens[best]) - num_samplers)
 
 
 def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Array:

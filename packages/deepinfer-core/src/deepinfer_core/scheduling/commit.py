@@ -141,7 +141,8 @@ class Committer:
         proposed = (drafts >= 0).sum(axis=0)
         at_rest = table.in_flight_max[slots] == 0  # else a plan counts on the drafts after these
         table.held_drafts[slots[at_rest]] = proposed[at_rest]
-        table.stale_survival[:, slots] = table.survival[:, slots]
+        if self._speculation.needs_stale:
+            table.stale_survival[:, slots] = table.survival[:, slots]
         table.survival[:, slots] = self._survival(result.confidences[entries].T, proposed)
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()

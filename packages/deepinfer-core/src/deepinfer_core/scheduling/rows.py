@@ -13,6 +13,7 @@ import numpy as np
 
 from deepinfer_core.scheduling.plan import (
     Admission,
+    BoolArray,
     Content,
     Int32Array,
     Int64Array,
@@ -20,6 +21,7 @@ from deepinfer_core.scheduling.plan import (
     RowKind,
     StepPlan,
     TokenSource,
+    UInt8Array,
     UInt32Mask,
     Writes,
 )
@@ -72,52 +74,25 @@ def build_plan(
     counts = np.concatenate((decode.lengths + 1, np.array([s.count for s in prefill], np.int64)))
     start = np.zeros(len(slots) + 1, np.int64)
     np.cumsum(counts, out=start[1:])
-    num_rows = int(start[-1])
-    num_decode_rows = int(start[num_decode])
-    index = np.arange(num_rows) - np.repeat(start[:-1], counts)  # row within its segment
-
-    row_token = index.copy()  # a held row names its place in the held block
-    row_source = np.full(num_rows, TokenSource.HELD, np.uint8)
-    row_kind = np.where(index == 0, np.uint8(RowKind.DECODE), np.uint8(RowKind.DRAFT))
-    row_content = np.full(num_rows, Content.TEXT, np.uint8)
-    row_writes = np.full(num_rows, _BOTH, np.uint8)
-    row_sample = np.ones(num_rows, np.bool_)
-    row_sample[num_decode_rows:] = False
+    index = np.arange(int(start[-1])) - np.repeat(start[:-1], counts)  # row within its segment
+    rows = _Rows.of_decode(index)
     masks = {int(start[i]) + row: mask for (i, row), mask in decode.masks.items()}
     for i, drafts in decode.given.items():
-        rows = slice(int(start[i]) + 1, int(start[i + 1]))
-        row_token[rows] = drafts
-        row_source[rows] = TokenSource.GIVEN
-
-    row_source[num_decode_rows:] = TokenSource.GIVEN
-    row_kind[num_decode_rows:] = RowKind.PREFILL
+        rows.give_drafts(int(start[i]) + 1, drafts)
     for i, segment in enumerate(prefill, start=num_decode):
-        begin, end = int(start[i]), int(start[i + 1])
-        request = table.request(segment.slot)
-        positions = slice(segment.first, segment.first + segment.count)
-        row_token[begin:end] = request.tokens[positions]
-        if request.content is not None:
-            kinds = request.content[positions]
-            row_content[begin : begin + len(kinds)] = kinds
-        replayed = max(0, min(int(table.shared_tokens[segment.slot]) - segment.first, segment.count))
-        row_kind[begin : begin + replayed] = RowKind.REPLAY
-        row_writes[begin : begin + replayed] = Writes.WINDOW
-        if request.all_rows_wanted:  # every prompt row scores the prompt's next token
-            row_sample[begin:end] = np.arange(segment.first, segment.first + segment.count) < request.prompt_tokens - 1
-        row_sample[end - 1] |= segment.samples
+        rows.set_prefill(int(start[i]), segment, table)
         if segment.mask is not None:
-            masks[end - 1] = segment.mask
-
+            masks[int(start[i + 1]) - 1] = segment.mask
     num_columns = int(table.num_blocks[slots].max(initial=0))
     return StepPlan(
         step=step,
         row_position=np.repeat(first, counts) + index,
-        row_token=row_token,
-        row_source=row_source,
-        row_kind=row_kind,
-        row_content=row_content,
-        row_writes=row_writes,
-        row_sample=row_sample,
+        row_token=rows.token,
+        row_source=rows.source,
+        row_kind=rows.kind,
+        row_content=rows.content,
+        row_writes=rows.writes,
+        row_sample=rows.sample,
         segment_start=start.astype(np.int32),
         segment_slot=slots.astype(np.int32),
         segment_generation=table.generation[slots],
@@ -129,3 +104,53 @@ def build_plan(
         releases=releases,
         grammar_masks=masks,
     )
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The columns of a plan [R], set up for decode rows and changed where rows are something else."""
+
+    token: Int64Array
+    source: UInt8Array
+    kind: UInt8Array
+    content: UInt8Array
+    writes: UInt8Array
+    sample: BoolArray
+
+    @classmethod
+    def of_decode(cls, index: Int64Array) -> _Rows:
+        """`index` [R] = row within its segment, which is its place in the held block."""
+        num_rows = len(index)
+        return cls(
+            token=index.copy(),
+            source=np.full(num_rows, TokenSource.HELD, np.uint8),
+            kind=np.where(index == 0, np.uint8(RowKind.DECODE), np.uint8(RowKind.DRAFT)),
+            content=np.full(num_rows, Content.TEXT, np.uint8),
+            writes=np.full(num_rows, _BOTH, np.uint8),
+            sample=np.ones(num_rows, np.bool_),
+        )
+
+    def give_drafts(self, begin: int, drafts: list[int]) -> None:
+        """Drafts that a constraint chose stand in the plan themselves."""
+        self.token[begin : begin + len(drafts)] = drafts
+        self.source[begin : begin + len(drafts)] = TokenSource.GIVEN
+
+    def set_prefill(self, begin: int, segment: PrefillSegment, table: SlotTable) -> None:
+        """Rows of known tokens, the ones below the shared prefix as replay."""
+        request = table.request(segment.slot)
+        rows = slice(begin, begin + segment.count)
+        positions = slice(segment.first, segment.first + segment.count)
+        self.token[rows] = request.tokens[positions]
+        self.source[rows] = TokenSource.GIVEN
+        self.kind[rows] = RowKind.PREFILL
+        if request.content is not None:
+            kinds = request.content[positions]  # shorter where rows lie beyond the prompt
+            self.content[begin : begin + len(kinds)] = kinds
+        replayed = max(0, min(int(table.shared_tokens[segment.slot]) - segment.first, segment.count))
+        self.kind[begin : begin + replayed] = RowKind.REPLAY
+        self.writes[begin : begin + replayed] = Writes.WINDOW
+        self.sample[rows] = False
+        if request.all_rows_wanted:  # every prompt row scores the prompt's next token
+            scored = max(0, min(request.prompt_tokens - 1 - segment.first, segment.count))
+            self.sample[begin : begin + scored] = True
+        self.sample[begin + segment.count - 1] |= segment.samples

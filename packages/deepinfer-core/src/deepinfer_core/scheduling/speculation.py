@@ -96,6 +96,7 @@ class SpeculationPlanner:
         self.policy = DraftPolicy.NONE if config.num_drafts == 0 else DraftPolicy.FIXED
         self.cost = cost
         self._scheduled = config.draft_schedule == "scheduled"
+        self.needs_stale = config.verification == "ratio"  # coupled drafts may vote on themselves: nothing is biased
         self._steps_without = 0
         self._probe_after = _PROBE_STEPS
 
@@ -111,8 +112,8 @@ class SpeculationPlanner:
     ) -> Int64Array:
         """Drafts to verify [R] of requests that can verify caps[R] at most.
 
-        survival, stale [D, R]: of the newest known proposals and of the ones before. other_rows: rows of the step
-        beside decode rows. max_drafts: what the step has room for in all.
+        survival, stale [D, R]: of the newest known proposals and of the ones before, which are looked at only where
+        `needs_stale`. other_rows: rows of the step beside decode rows. max_drafts: what the step has room for in all.
         """
         available = int(caps.sum())
         if available == 0:
@@ -124,20 +125,20 @@ class SpeculationPlanner:
             drafting = self.cost.draft_seconds(len(caps))
             seconds = self.cost.verify_seconds(len(caps) + other_rows, budget + 1)
             was_off = self.policy is DraftPolicy.NONE
-            budget = self._choose(stale, caps, seconds, drafting)
+            budget = self._choose(stale if self.needs_stale else survival, caps, seconds, drafting)
             if was_off and self.policy is DraftPolicy.NONE:  # the drafts are there because this is a probe
                 return self._probe(caps, seconds, drafting)
         return caps if budget == available else fill_budget(budget, survival, caps)
 
-    def _choose(self, stale: FloatArray, caps: Int64Array, seconds: Float64Array, drafting: float) -> int:
-        """Let the guard set the policy, and return its budget. Sees nothing of the drafts that it decides on.
+    def _choose(self, survival: FloatArray, caps: Int64Array, seconds: Float64Array, drafting: float) -> int:
+        """Let the guard set the policy, and return its budget.
 
         seconds [<= K + 1] = the target's pass with k drafts; drafting = the drafter's.
         """
         requests, most = len(caps), len(seconds) - 1
-        budget = choose_budget(stale, caps, seconds + drafting, requests)
-        promised = promised_tokens(stale, fill_budget(budget, stale, caps)) * self.meter.realised_share()
-        measured = self.meter.expected_tokens(caps if most == int(caps.sum()) else fill_budget(most, stale, caps))
+        budget, promised = choose_budget(survival, caps, seconds + drafting, requests)
+        promised *= self.meter.realised_share()
+        measured = self.meter.expected_tokens(caps if most == int(caps.sum()) else fill_budget(most, survival, caps))
         rates = {
             DraftPolicy.NONE: requests / float(seconds[0]),
             DraftPolicy.FIXED: (requests + measured) / (float(seconds[most]) + drafting),

@@ -27,7 +27,8 @@ _GROUP_CHARS = 16 * _CHUNK_CHARS  # what goes to the backend in one batch
 _MAX_WORDS = 131_072  # per generation of the word memory
 _MAX_WORD_CHARS = 64
 _NEW_WORDS_LIMIT = 3  # a chunk with more than one new word in three goes to the backend as a whole
-_MAX_PAUSE = 32
+_MAX_PAUSE_FACTOR = 32  # after a group of unlike text, so many times its length goes to the backend unseen
+_MAX_PAUSE_CHARS = 2**20
 _ALONE_CHARS = 512
 _BYTES_PER_ID = 36  # an int and its place in a list
 _TEXT_OVERHEAD_BYTES = 160
@@ -77,8 +78,8 @@ class StretchEncoder:
         self._stretches = StretchMemory(cache_bytes)
         self._words: dict[str, Ids] = {}
         self._old_words: dict[str, Ids] = {}
-        self._pause = 0  # groups to leave to the backend, since the text does not repeat its words
-        self._next_pause = 1
+        self._pause_chars = 0  # text to leave to the backend, since it does not repeat its words
+        self._pause_factor = 1
 
     def encode(self, stretches: Sequence[str]) -> list[Ids]:
         """The ids of each stretch."""
@@ -117,8 +118,9 @@ class StretchEncoder:
         parts: list[str] = []
         pieces_of: list[list[str] | None] = []
         num_parts: list[int] = []
-        is_paused = self._pause > 0
-        self._pause -= is_paused
+        is_paused = self._pause_chars > 0
+        if is_paused:
+            self._pause_chars -= sum(map(len, chunks))
         for chunk in chunks:
             own, own_pieces = [chunk], [None if is_paused else pretokenizer.pieces(chunk)]
             if own_pieces[0] is None and len(chunk) > 2 * _FINE_CHUNK_CHARS and not is_paused:
@@ -152,7 +154,11 @@ class StretchEncoder:
                 num_unlike += 1
             else:
                 new_words.update(new)
-        self._settle_pause(num_unlike, len(chunks) - len(whole))
+        if num_unlike > len(chunks) - len(whole):
+            self._pause_chars = min(self._pause_factor * sum(map(len, chunks)), _MAX_PAUSE_CHARS)
+            self._pause_factor = min(2 * self._pause_factor, _MAX_PAUSE_FACTOR)
+        elif len(whole) < len(chunks):
+            self._pause_factor = 1
         texts = [*new_words, *(chunks[index] for index in whole)]
         encoded = self._from_backend(texts) if texts else []
         words.update(zip(new_words, map(tuple, encoded), strict=False))
@@ -166,13 +172,6 @@ class StretchEncoder:
         if len(words) > _MAX_WORDS:
             self._old_words, self._words = words, {}
         return out  # pyright: ignore[reportReturnType] - every place is filled
-
-    def _settle_pause(self, num_unlike: int, num_alike: int) -> None:
-        """Leaves ever more groups to the backend while most chunks are unlike what is remembered."""
-        if num_unlike > num_alike:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
-        elif num_alike:
-            self._next_pause = 1
 
     def _still_new(self, pieces: Iterable[str]) -> dict[str, None]:
         """The different pieces without those of the older generation, which are taken over."""

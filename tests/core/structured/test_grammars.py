@@ -208,7 +208,7 @@ def test_lark_flags_and_optional_groups(byte_grammars: GrammarCompiler) -> None:
         ('start: A\nA.2: "a"', "priority .2 of the terminal A in line 2"),
         ('start: pair{"a"}\npair{x}: x x', "template"),
         ('start: "a"\n%declare B', "%declare in line 2"),
-        ('start: %json {"type": "object"}', "%json"),
+        ("start: %llguidance {}", "%llguidance"),
         ("start: <think>", "special token"),
         ('start[max_tokens=3]: "a"', "in line 1"),
         ("start: other", "other"),

@@ -43,6 +43,16 @@ _CONTROLS: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]|\\(?:x|u00)(?:0[0-7BbEe
 _CLASSES: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _IDENTIFIERS: Final = frozenset({"$anchor", "$id", "$schema", "id"})
 
+# Compact JSON, every keyword enforced, one spelling for every string (json_schema.py says why no \u escapes).
+_JSON_OPTIONS: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
 
 class CheckedSchema:
     """The schema to compile, and what was found in it."""
@@ -101,6 +111,10 @@ class CheckedSchema:
                 )
         self.enforced |= ENFORCED & node.keys()
         self.ignored |= node.keys() - ENFORCED - REFUSED - ANNOTATIONS
+
+    def compiled(self) -> dict[str, Any]:
+        """The checked schema with llguidance's options: what is compiled."""
+        return self.root | {"x-guidance": _JSON_OPTIONS}
 
     def _rewrite_references(self) -> None:
         """Every $ref as a pointer from the root, so that identifiers and drafts no longer matter."""

@@ -5,17 +5,21 @@ r"""`lark_dialect`: a Lark grammar as llguidance's dialect of it.
     x: item~2..5  y~3             x: item{2,5}  y{3}
     A: "0".."9"                   as it is: terminals, flags, %ignore, %import common.NAME and nested groups agree
 
+    x: <[9]> %json {..}       as it is: a special token by its id; a JSON Schema, checked like one that stands alone
+
 Terminals are matched at their longest, as Lark's lexers do. Refused: priorities of terminals, templates, %declare,
-%extend, %override and imports from files, since leaving them out would change the language; and llguidance's own
-additions (%json, %llguidance, rule[...]), which could switch limits off.
+%extend, %override and imports from files, since leaving them out would change the language; and llguidance's other
+additions (%llguidance, rule[...]), which could switch limits off.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
 from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured.json_schema import check_schema
 from deepinfer_core.structured.limits import MAX_NESTING, MAX_RULES
 from deepinfer_core.structured.regex import portable_regex
 
@@ -26,6 +30,8 @@ _TOKEN: Final = re.compile(
       | (?P<newline>\n)
       | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
       | (?P<regex>/(?:[^/\\\n]|\\.)+/[a-z]*)
+      | (?P<embedded>%json(?=[ \t]*\{))
+      | (?P<special><\[\d{1,9}\]>)
       | (?P<directive>%[a-z_]+)
       | (?P<alias>->[ \t]*[A-Za-z_]\w*)
       | (?P<tilde>~[ \t]*(?P<low>\d+)(?:[ \t]*\.\.[ \t]*(?P<high>\d+))?)
@@ -63,6 +69,10 @@ def lark_dialect(text: str) -> str:
         if depth > MAX_NESTING:
             raise GrammarError(f"structured.grammar nests groups deeper than {MAX_NESTING} in line {line + 1}")
         num_rules += token == ":"
+        if kind == "embedded":
+            parts.append(_embedded_schema(text, match.end()))
+            line += text.count("\n", match.end(), _schema_end(text, match.end()))
+            continue
         parts.append(_converted(kind, match, "".join(parts), text[match.end() : match.end() + 1], line + 1))
     lines.append("".join(parts))
     if num_rules > MAX_RULES:
@@ -79,8 +89,25 @@ def _tokens(text: str) -> list[re.Match[str]]:
             line = text.count("\n", 0, at) + 1
             raise GrammarError(f"structured.grammar has {text[at : at + 20]!r} in line {line}, which is not Lark")
         found.append(match)
-        at = match.end()
+        at = _schema_end(text, match.end()) if match.lastgroup == "embedded" else match.end()
     return found
+
+
+def _schema_end(text: str, at: int) -> int:
+    """Where the JSON object behind `%json` ends."""
+    start = text.index("{", at)
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        line = text.count("\n", 0, at) + 1
+        raise GrammarError(f"structured.grammar has a %json in line {line} that is no JSON object: {error}") from error
+    return end
+
+
+def _embedded_schema(text: str, at: int) -> str:
+    start = text.index("{", at)
+    schema = check_schema(text[start : _schema_end(text, at)])
+    return "%json " + json.dumps(schema.compiled(), ensure_ascii=False)
 
 
 def _converted(kind: str, match: re.Match[str], before: str, following: str, line: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 from deepinfer_core.config.sampling import StructuredOutput
 from deepinfer_core.errors import GrammarError
@@ -27,16 +27,6 @@ from deepinfer_core.structured.regex import portable_regex
 __all__ = ["Form", "GrammarSource", "GrammarText", "convert", "grammar_text"]
 
 type Form = Literal["json", "json_object", "regex", "grammar", "choice"]
-
-# Compact JSON, every keyword enforced, one spelling for every string (json_schema.py says why no \u escapes).
-_JSON_OPTIONS: Final = {
-    "whitespace_flexible": False,
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +79,8 @@ def convert(given: GrammarText) -> GrammarSource:
 
 def _from_schema(text: str) -> GrammarSource:
     schema = check_schema(text)
-    compiled = schema.root | {"x-guidance": _JSON_OPTIONS}
     return GrammarSource(
-        json.dumps({"grammars": [{"json_schema": compiled}]}, ensure_ascii=False),
+        json.dumps({"grammars": [{"json_schema": schema.compiled()}]}, ensure_ascii=False),
         tuple(sorted(schema.enforced)),
         tuple(sorted(schema.ignored)),
     )

@@ -13,7 +13,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,10 +38,10 @@ class Case:
 
     op: str
     shape: str
-    calls: list[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]]
     num_bytes: float
     num_flops: float = 0.0
-    peer: list[Callable[[], Any]] | None = None  # what torch has for the same job
+    peer: Sequence[Callable[[], Any]] | None = None  # what torch has for the same job
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Timing:
     torch_microseconds: float | None
 
 
-def graph_time(calls: list[Callable[[], Any]]) -> float:
+def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
     """Seconds of one call, median over replays of a graph of CALLS calls."""
     for call in calls:
         call()

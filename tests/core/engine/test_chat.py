@@ -78,3 +78,46 @@ def test_the_official_codec_in_our_place_is_named(tiny_llm: LLM, monkeypatch: py
     monkeypatch.setitem(sys.modules, "deepseek_recipe", ModuleType("deepseek_recipe"))
     with pytest.raises(ConfigError, match=r"deepinfer-core\[chat\]"):
         ChatCodec(tiny_llm._engine.folder, 1, 100)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("question", ["What is the weather in Paris?", "Say hello."])
+def test_a_required_call_is_a_call_whatever_the_model_wants(tiny_llm: LLM, thinking: bool, question: str) -> None:
+    answer = tiny_llm.chat(
+        [{"role": "user", "content": question}], PARAMS, thinking=thinking, tools=[WEATHER], tool_choice="required"
+    )
+    assert answer.finish_reason == "tool_calls"
+    again = tiny_llm.chat(
+        [{"role": "user", "content": question}], PARAMS, thinking=thinking, tools=[WEATHER], tool_choice="required"
+    )
+    assert again.message == answer.message  # ids of the calls included
+    for call in answer.tool_calls:
+        assert call["function"]["name"] == "get_weather"
+        validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
+
+
+def test_a_call_and_its_result_go_back_into_the_conversation(tiny_llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    call = tiny_llm.chat(messages, PARAMS, thinking=False, tools=[WEATHER], tool_choice="required")
+    messages.append({key: value for key, value in call.message.items() if key != "reasoning_content"})
+    messages += [
+        {"role": "tool", "tool_call_id": one["id"], "content": '{"temperature": 21}'} for one in call.tool_calls
+    ]
+    answer = tiny_llm.chat(messages, PARAMS, thinking=False, tools=[WEATHER])
+    assert answer.content or answer.tool_calls
+    assert len(answer.output.prompt_token_ids) > len(call.output.prompt_token_ids)

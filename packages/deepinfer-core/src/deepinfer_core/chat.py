@@ -11,12 +11,15 @@ for.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from deepinfer_core.config.sampling import SamplingParams, StructuredOutput
 from deepinfer_core.errors import ConfigError, RequestError
@@ -99,10 +102,12 @@ class ChatCodec:
             raise RequestError(f"the chat request cannot be converted: {error}") from error
         number, self._num_requests = self._num_requests, self._num_requests + 1
         identity = f"chatcmpl-{number}"
+        sampling = self._params(converted, len(token_ids), params or SamplingParams(max_tokens=None), grammar)
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, identity, MODEL_NAME)
+        generator = generator.with_call_ids(_call_ids(token_ids, number if sampling.seed is None else sampling.seed))
         return ChatPrompt(
             token_ids,
-            self._params(converted, len(token_ids), params or SamplingParams(max_tokens=None), grammar),
+            sampling,
             recipe.StreamProcessor(generator, converted.parsing_options, self._tokenizer),
             recipe.ChatCompletionResponse(identity, MODEL_NAME, 0, 0, 0),
         )
@@ -188,6 +193,12 @@ def _grammar_of(constraint: Any, tokenizer: Any) -> StructuredOutput | None:
         after = [tokenizer.special_token_id(grammar.after.default_str())]
     field = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]
     return StructuredOutput(**{field: grammar.text}, after=after)
+
+
+def _call_ids(token_ids: list[int], seed: int) -> Callable[[int], str]:
+    """Ids of tool calls: the same conversation and seed give the same ones, a conversation that grew gives others."""
+    root = blake2b(np.array([seed % 2**63, *token_ids], np.int64).tobytes(), digest_size=16).digest()
+    return lambda index: blake2b(index.to_bytes(8, "little"), key=root, digest_size=12).hexdigest()
 
 
 def _logprobs(chunk: Chunk, count: int) -> list[Any] | None:

@@ -24,7 +24,7 @@ from deepinfer_core.model.params import HyperParams, LayerParams, ModelParams
 from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts
 from deepinfer_core.parallel.owned import OwnedRange
 
-__all__ = ["Backbone", "ForwardOutput", "LayerTrace", "run_sublayers"]
+__all__ = ["Backbone", "ForwardOutput", "GivenEmbeddings", "LayerTrace", "run_sublayers"]
 
 type _Sublayer = Callable[[Tensor], Tensor]  # normalized input [P, D] -> output [P, D]
 
@@ -39,6 +39,14 @@ class LayerTrace:
     selections: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     candidates: Tensor | None = None
     engram_rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+@dataclass(frozen=True, eq=False)
+class GivenEmbeddings:
+    """Inputs of rows that don't come from the embedding table: image spans."""
+
+    rows: Tensor  # [m] rows of the batch
+    values: Tensor  # [m, D]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +68,18 @@ class Backbone:
         self.exchange: ExpertExchange = exchange or LocalExperts()
         self.vocabulary = OwnedRange.whole(config.vocab_size)
 
-    def forward(self, batch: Batch, state: ModelState, trace: LayerTrace | None = None) -> ForwardOutput:
-        """Run one step's rows. Writes the caches of `state`."""
+    def forward(
+        self,
+        batch: Batch,
+        state: ModelState,
+        trace: LayerTrace | None = None,
+        given: GivenEmbeddings | None = None,
+    ) -> ForwardOutput:
+        """Run one step's rows. Writes the caches of `state`. `given` replaces the token embedding of some rows."""
         config, kernels = self.config, self.kernels
         embedded = self.vocabulary.lookup(self.params.embed, batch.tokens)
+        if given is not None:
+            embedded = embedded.index_copy(0, given.rows, given.values.to(embedded.dtype))
         streams = embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
         pre = _first_pre_mix(streams)
         rows, selections = batch.encoder, Selections()

@@ -26,7 +26,7 @@ from deepinfer_core.config.scheduler import IN_FLIGHT_STEPS
 from deepinfer_core.errors import CapacityError
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.engram import DEAD_CLASS
-from deepinfer_core.model.backbone import Backbone, ForwardOutput
+from deepinfer_core.model.backbone import Backbone, ForwardOutput, GivenEmbeddings
 from deepinfer_core.model.batch import Batch, build_batch
 from deepinfer_core.model.draft import Drafter, DraftOutput
 from deepinfer_core.model.params import ModelParams
@@ -150,7 +150,7 @@ class Runner:
         for admission in plan.admissions:
             self._admit(admission)
         batch = build_batch(plan, self.state, self.params, self.kernels, mask_decoder=self.config.mask_decoder)
-        out = self.backbone.forward(batch, self.state)
+        out = self.backbone.forward(batch, self.state, given=self._given_embeddings(plan))
         if self.drafter is not None and out.features is not None:
             self.drafter.store_context(out.features, batch, self.state)
         result = self._sample(plan, batch, out)
@@ -173,6 +173,28 @@ class Runner:
             classes = classes.masked_fill(image, DEAD_CLASS)
         rows = admission.slot * ring.capacity + torch.from_numpy(before % ring.capacity).to(self.device)
         self.state.history[rows] = classes
+
+    def _given_embeddings(self, plan: StepPlan) -> GivenEmbeddings | None:
+        """Rows of the plan whose input the admission brought along; None for a step of text alone."""
+        rows: list[NDArray[np.int64]] = []
+        values: list[NDArray[np.float32]] = []
+        if not plan.row_content.any():
+            return None
+        for segment, slot in enumerate(plan.segment_slot.tolist()):
+            admission = self._admitted.get(slot)
+            if admission is None or admission.embedded_positions is None or admission.embeddings is None:
+                continue
+            start, stop = plan.segment_start[segment : segment + 2]
+            positions = plan.row_position[start:stop]
+            at = np.searchsorted(admission.embedded_positions, positions)
+            at = np.minimum(at, len(admission.embedded_positions) - 1)
+            found = np.flatnonzero(admission.embedded_positions[at] == positions)
+            rows.append(start + found)
+            values.append(admission.embeddings[at[found]])
+        if not rows:
+            return None
+        joined = torch.from_numpy(np.concatenate(rows)).to(self.device)
+        return GivenEmbeddings(joined, torch.from_numpy(np.concatenate(values)).to(self.device))
 
     def _sample(self, plan: StepPlan, batch: Batch, out: ForwardOutput) -> StepResult:
         if out.logits is None:

@@ -97,6 +97,8 @@ class Admission:
     params: SamplingParams
     seed: int  # 0 <= seed < 2**64
     content: UInt8Array | None = None  # [L] Content of each of token_ids; None = all text
+    embedded_positions: Int64Array | None = None  # [m] ascending; positions whose input is given below
+    embeddings: FloatArray | None = None  # [m, hidden] in place of the token embedding (image spans)
 
 
 @dataclass(frozen=True, slots=True)

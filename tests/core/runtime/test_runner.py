@@ -87,7 +87,7 @@ def test_rows_are_counted_per_layer(tiny_a: TinyModel) -> None:
 
 
 def test_given_embeddings_take_the_place_of_the_tables(tiny_a: TinyModel) -> None:
-    """An image row is dead for Engram and uses `bias_vl`; with the table's own row given it equals that token as image."""
+    """An image row is dead for Engram and uses `bias_vl`; given the table's own row it equals that token as image."""
     tokens, images = [9, 30, 31, 32, 40], [1, 2, 3]
     content = np.array([Content.IMAGE if i in images else Content.TEXT for i in range(5)], np.uint8)
     rows = tiny_a.params.embed[torch.tensor([tokens[i] for i in images])].numpy()

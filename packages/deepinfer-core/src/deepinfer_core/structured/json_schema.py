@@ -14,6 +14,7 @@ with them a key could be spelled in a second way and slip past `properties`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, Final, cast
@@ -43,7 +44,7 @@ _CONTROLS: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]|\\(?:x|u00)(?:0[0-7BbEe
 _CLASSES: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _IDENTIFIERS: Final = frozenset({"$anchor", "$id", "$schema", "id"})
 
-# Compact JSON, every keyword enforced, one spelling for every string (json_schema.py says why no \u escapes).
+# Compact JSON, every keyword enforced, one spelling for every string (the docstring says why no \u escapes).
 _JSON_OPTIONS: Final = {
     "whitespace_flexible": False,
     "item_separator": ",",
@@ -188,7 +189,8 @@ def _check_shapes(node: dict[str, Any], where: str) -> None:
         )
     for keyword in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
         value = node.get(keyword, 0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or value != int(value):
             raise GrammarError(f"structured.json has {shown(value)} at {where}/{keyword}; it must be an integer from 0")
         if keyword in node:
             node[keyword] = int(value)

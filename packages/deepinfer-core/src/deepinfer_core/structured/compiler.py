@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["CompiledGrammar", "GrammarCompiler"]
 
 DEFAULT_CACHE_BYTES: Final = 256 << 20
-# llguidance doesn't say how much memory a grammar takes. Measured as growth of the process: 67 kB on average for the 300
-# schemas of the tests (440 bytes of text), up to 93 bytes a byte of text for large ones (2,000 properties).
+# llguidance doesn't say how much memory a grammar takes. Measured as growth of the process: 67 kB on average for the
+# 300 schemas of the tests (440 bytes of text), up to 93 bytes a byte of text for large ones (2,000 properties).
 _FIXED_BYTES: Final = 64 << 10
 _BYTES_A_BYTE: Final = 96
 _REFUSAL_BYTES: Final = 1 << 10

@@ -60,7 +60,7 @@ class Program:
             return str(tilelang.lower(self._build(*parameters), target=target).kernel_source)
 
     def _compile(self, parameters: tuple[Any, ...]) -> Callable[..., None]:
-        _use_cache_folder()
+        use_cache_folder()
         try:
             return tilelang.compile(
                 self._build(*parameters),
@@ -94,7 +94,8 @@ def device_arch() -> str:
 
 
 @cache
-def _use_cache_folder() -> None:
+def use_cache_folder() -> None:
+    """Let TileLang keep compiled programs in DEEPINFER_JIT_CACHE_DIR, where it is set."""
     folder = read_text("DEEPINFER_JIT_CACHE_DIR")
     if folder:
         tilelang.env.TILELANG_CACHE_DIR = str(Path(folder).expanduser())

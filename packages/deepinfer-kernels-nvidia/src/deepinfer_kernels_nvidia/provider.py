@@ -58,6 +58,14 @@ class NvidiaProvider:
         """Say why an operation must come from the reference for this model; None when ours can be used."""
         return reason_against(op, config, dtype)
 
+    def warm(
+        self, config: ModelConfig, progress: Callable[[int, int, str], None], local_experts: int | None = None
+    ) -> None:
+        """Compile every program of this model for the current GPU; see `warm.warm`. Raises KernelError."""
+        from deepinfer_kernels_nvidia.warm import warm  # imports TileLang
+
+        warm(config, progress, local_experts)
+
 
 def _device_problem(driver: Driver) -> str | None:
     if not driver.gpus:

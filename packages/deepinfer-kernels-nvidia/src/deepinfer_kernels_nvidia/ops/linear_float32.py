@@ -6,9 +6,9 @@ A float32 has 24 significant bits, so it is the sum of three bf16, exactly:  v =
 
     x w = x_0 w_0 + (x_0 w_1 + x_1 w_0) + (x_0 w_2 + x_1 w_1 + x_2 w_0) + terms below 2^-24 |x| |w|, left out
 
-Six products (three where x is bf16 to begin with) accumulate in one float32 fragment, smallest terms first. K is cut
-into a fixed number of parts for the sake of small batches; `sum_parts` adds them in order. Both are functions of K and
-N alone, so rows are invariant.
+Six products (three where x is bf16 to begin with) accumulate in one float32 fragment, smallest terms first. For the
+sake of small batches K is cut into parts, except where N alone fills the chip; `sum_parts` adds them in order. The
+number of parts is a function of K and N, so rows are invariant.
 """
 
 import torch
@@ -20,18 +20,20 @@ __all__ = ["linear_float32", "matmul_parts", "num_parts"]
 
 _ROWS, _INNER, _THREADS = 64, 64, 128
 _TERMS = 3
-_ITERATIONS_A_PART = 20  # tiles of K that one block walks: mHC's K = 20,480 at 1,024 rows then fills the chip once
+_TILES_A_PART = 20  # tiles of K that one block walks: mHC's K = 20,480 at 1,024 rows then fills the chip once
+_WIDE = 8192  # from this N on K stays whole
 
 
-def num_parts(k: int) -> int:
+def num_parts(k: int, n: int) -> int:
     """How many parts K is cut into."""
-    return -(-k // (_INNER * _ITERATIONS_A_PART))
+    return 1 if n >= _WIDE else -(-k // (_INNER * _TILES_A_PART))
 
 
 @program
 def matmul_parts_program(k: int, n: int, x_dtype: str, w_dtype: str, with_squares: bool):
     """x [rows, k], w [k, n] -> parts [num_parts, rows, n], and parts of sum x^2 [num_parts, rows] if `with_squares`."""
-    rows, parts = T.dynamic("rows"), num_parts(k)
+    rows, parts = T.dynamic("rows"), num_parts(k, n)
+    tiles = -(-k // (_INNER * parts))
     columns = 32 if n <= 32 else 64
     x_terms = 1 if x_dtype == "bfloat16" else _TERMS
     w_terms = 1 if w_dtype == "bfloat16" else _TERMS
@@ -68,8 +70,8 @@ def matmul_parts_program(k: int, n: int, x_dtype: str, w_dtype: str, with_square
                 square = T.alloc_fragment((_ROWS, _INNER), "float32")
                 square_sum = T.alloc_fragment((_ROWS,), "float32")
                 T.clear(square)
-            for i in T.Pipelined(_ITERATIONS_A_PART, num_stages=2):
-                first = (part * _ITERATIONS_A_PART + i) * _INNER
+            for i in T.Pipelined(tiles, num_stages=2):
+                first = (part * tiles + i) * _INNER
                 T.copy(x[bm * _ROWS : (bm + 1) * _ROWS, first : first + _INNER], x_tile)
                 T.copy(w[first : first + _INNER, bn * columns : (bn + 1) * columns], w_tile)
                 split(x_tile, x_split, x_terms)
@@ -111,13 +113,13 @@ def sum_parts_program(parts: int, n: int):
 
 
 def matmul_parts(x: Tensor, weight: Tensor, *, with_squares: bool = False) -> tuple[Tensor, Tensor]:
-    """x [R, K], weight [K, N], bf16 or float32 each -> parts [num_parts(K), R, N] float32 and, if `with_squares`, parts
-    of sum x^2 [num_parts(K), R]. Where N is no multiple of 8 the parts have zero columns after the Nth.
+    """x [R, K], weight [K, N], bf16 or float32 each -> parts [P, R, N] float32 and, if `with_squares`, parts of sum x^2
+    [P, R], P = num_parts(K, N). Where N is no multiple of 8 the parts have zero columns after the Nth.
     """
     x, weight = tma_ready(x, weight)
     (rows, k), n = x.shape, weight.shape[1]
-    parts = torch.empty(num_parts(k), rows, n, dtype=torch.float32, device=x.device)
-    squares = torch.empty(num_parts(k), rows, dtype=torch.float32, device=x.device)
+    parts = torch.empty(num_parts(k, n), rows, n, dtype=torch.float32, device=x.device)
+    squares = torch.empty(num_parts(k, n), rows, dtype=torch.float32, device=x.device)
     if parts.numel():
         launch = matmul_parts_program(k, n, dtype_name(x), dtype_name(weight), with_squares)
         launch(aligned(x), aligned(weight), parts, squares)
@@ -127,6 +129,8 @@ def matmul_parts(x: Tensor, weight: Tensor, *, with_squares: bool = False) -> tu
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, K] @ weight [K, N] -> [R, N] float32."""
     parts, _ = matmul_parts(x, weight)
+    if len(parts) == 1:
+        return parts[0, :, : weight.shape[1]]
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=x.device)
     if out.numel():
         sum_parts_program(len(parts), parts.shape[2])(parts, out)

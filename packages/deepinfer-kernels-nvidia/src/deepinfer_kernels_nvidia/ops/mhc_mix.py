@@ -22,7 +22,7 @@ _THREADS = 32  # few registers are shared and few rows exist: small blocks sprea
 @program
 def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix_dtype: str):
     """parts of the product (columns >= its width) and of the sum of squares -> pre, post, c."""
-    rows, parts = T.dynamic("rows"), num_parts(streams * dim)
+    rows, parts = T.dynamic("rows"), num_parts(streams * dim, columns)
     mixes = streams * (streams + 2)
 
     @T.prim_func

@@ -1,0 +1,148 @@
+"""Every program that a model runs, so that all can be compiled before the first request (`deepinfer kernels --warm`).
+
+The list is the model's layers read as shapes: which projection, norm, cache and product occurs, with which widths.
+`local_experts` is the number of experts that this process holds; it is part of a program's signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_kernels_nvidia.coverage import reason_against
+from deepinfer_kernels_nvidia.jit import PROGRAMS
+from deepinfer_kernels_nvidia.ops import TABLE
+from deepinfer_kernels_nvidia.ops.linear_float32 import num_parts
+
+__all__ = ["variants", "warm"]
+
+type Variant = tuple[str, tuple[Any, ...]]  # name and parameters of a program
+_BLOCK_TOKENS = 128
+_ROW_UNIT = 8  # products pad their widths to this
+
+
+def variants(config: ModelConfig, local_experts: int | None = None) -> list[Variant]:
+    """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes."""
+    by_op = [
+        *_rows(config),
+        *_caches(config),
+        *_attention(config),
+        *_products(config),
+        *_experts(config, local_experts),
+    ]
+    taken = {op: reason_against(op, config, torch.bfloat16) is None for op in TABLE}
+    return list(dict.fromkeys(variant for op, variant in by_op if taken[op]))
+
+
+def warm(config: ModelConfig, progress: Callable[[int, int, str], None], local_experts: int | None = None) -> None:
+    """Compile every variant for the current GPU. `progress(done, total, name)` is called before each and at the end.
+    Raises KernelError where one does not compile.
+    """
+    wanted = variants(config, local_experts)
+    for done, (name, parameters) in enumerate(wanted):
+        progress(done, len(wanted), name)
+        PROGRAMS[name](*parameters)
+    progress(len(wanted), len(wanted), "")
+
+
+def _rows(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
+    for dim, contiguous in (
+        (c.hidden_size, True),
+        (c.q_lora_rank, False),  # parts of a joined projection
+        (c.head_dim, False),
+        (c.head_dim, True),
+        (c.index_head_dim, True),
+    ):
+        yield "rms_norm", ("rms_norm", (dim, "bfloat16", "float32", contiguous))
+    rotary = c.qk_rope_head_dim
+    yield "rope_table", ("rope_table", (rotary // 2,))
+    for heads, dim, inverse in (
+        (c.num_attention_heads, c.head_dim, False),
+        (c.num_attention_heads, c.head_dim, True),
+        (c.index_n_heads, c.index_head_dim, False),
+        (1, c.head_dim, False),
+        (1, c.index_head_dim, False),
+    ):
+        yield "apply_rope", ("apply_rope", (heads, dim, rotary, "bfloat16", "float32", inverse))
+    streams, dim = c.hc_mult, c.hidden_size
+    columns = _padded(streams * (streams + 2))
+    inner = _padded(streams * dim)
+    yield "mhc_mix", ("matmul_parts", (inner, columns, "bfloat16", "float32", True))
+    yield "mhc_mix", ("mhc_gates", (streams, dim, columns, c.hc_sinkhorn_iters, "float32"))
+    yield "mhc_collapse", ("mhc_collapse", (streams, dim, "bfloat16", "float32"))
+    yield "mhc_expand", ("mhc_expand", (streams, dim, "bfloat16", "float32"))
+
+
+def _caches(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
+    yield "write_window", ("write_records", ("window", c.head_dim, "bfloat16"))
+    yield "write_entries", ("write_records", ("compressed", c.head_dim, "bfloat16"))
+    yield "write_index_keys", ("write_records", ("index", c.index_head_dim, "bfloat16"))
+    yield "round_index", ("round_index", (c.index_head_dim, "bfloat16"))
+    yield "pool_pairs", ("pool_pairs", (c.head_dim, "float32"))
+    record = c.head_dim + c.head_dim // 32
+    words = (record // 4, "int32") if record % 4 == 0 else (record, "uint8")
+    yield "copy_rows", ("copy_rows", words)
+    yield "copy_rows", ("copy_rows", (2 * c.head_dim, "int32"))
+
+
+def _attention(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
+    yield "plan_keys", ("plan_keys", ())
+    for has_entries in (True, False):
+        yield "attend", ("attend", (c.num_attention_heads, c.head_dim, has_entries, "float32"))
+    for ratio in sorted({c.compress_ratios[layer] for layer in c.kv_source_layer_ids}):
+        for with_candidates in (False, True):
+            shape = (c.index_n_heads, c.index_head_dim, _BLOCK_TOKENS // ratio, "bfloat16", with_candidates)
+            yield "index_scores", ("index_scores", shape)
+
+
+def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
+    dim, head, query = c.hidden_size, c.head_dim, c.q_lora_rank
+    low = c.o_groups * c.o_lora_rank
+    shapes = [
+        (dim, query + head),
+        (dim, query + head + c.index_n_heads),
+        (query, c.num_attention_heads * head),
+        (query, c.index_n_heads * c.index_head_dim),
+        (low, dim),
+        (dim, head),
+        (head, c.index_head_dim),
+        (c.moe_intermediate_size, dim),
+        (len(c.dspark_target_layer_ids) * dim, dim),
+        (c.dspark_markov_rank, c.vocab_size),
+    ]
+    ngrams = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+    shapes.append((ngrams, (c.hc_mult + 1) * dim))
+    for inner, outer in shapes:
+        yield "linear", ("matmul", (1, _padded(inner), _padded(outer)))
+    per_group = c.num_attention_heads // c.o_groups * head
+    yield "grouped_linear", ("matmul", (c.o_groups, _padded(per_group), _padded(c.o_lora_rank)))
+    for inner, outer in ((dim, 2 * head), (dim, c.vocab_size), (dim + c.dspark_markov_rank, 1)):
+        inner, outer = _padded(inner), _padded(outer)
+        yield "linear", ("matmul_parts", (inner, outer, "float32", "float32", False))
+        if num_parts(inner, outer) > 1:
+            yield "linear", ("sum_parts", (num_parts(inner, outer), outer))
+
+
+def _experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
+    dim, width = c.hidden_size, c.moe_intermediate_size
+    for total, chosen in (
+        (c.n_routed_experts, c.num_experts_per_tok),
+        (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
+    ):
+        local = total if local_experts is None else min(local_experts, total)
+        inner, columns = _padded(dim), _padded(total)
+        yield "route", ("matmul_parts", (inner, columns, "bfloat16", "float32", False))
+        for bias_by_row in (False, True):
+            yield "route", ("select_experts", (num_parts(inner, columns), total, columns, chosen, bias_by_row))
+        yield "run_experts", ("gather_tiles", (dim, chosen))
+        yield "run_experts", ("gated", (local, dim, width, True))
+        yield "run_experts", ("down", (local, width, dim))
+        yield "combine_experts", ("combine_experts", (chosen, dim, "bfloat16"))
+    yield "shared_expert", ("gated", (1, dim, width, False))
+
+
+def _padded(width: int) -> int:
+    return -(-width // _ROW_UNIT) * _ROW_UNIT

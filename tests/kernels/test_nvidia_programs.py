@@ -1,0 +1,250 @@
+"""The TileLang programs of the NVIDIA package without a GPU: their sources, the arithmetic they rest on, their host side.
+
+That they are right on a GPU is shown by the conformance suite there (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.contract import OPS
+from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
+from tests.core.model_configs import RELEASE
+
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@pytest.fixture(scope="session")
+def package() -> SimpleNamespace:
+    """The modules that import TileLang, imported once."""
+    from deepinfer_kernels_nvidia import jit, ops, warm
+    from deepinfer_kernels_nvidia.ops import attention, experts, indexer
+
+    return SimpleNamespace(jit=jit, ops=ops, warm=warm, attention=attention, experts=experts, indexer=indexer)
+
+
+@pytest.fixture(scope="session")
+def release() -> ModelConfig:
+    return ModelConfig.from_dict(RELEASE)
+
+
+@pytest.fixture(scope="session")
+def variants(package: SimpleNamespace, release: ModelConfig) -> list[tuple[str, tuple[Any, ...]]]:
+    """Programs of one rank of 64 of the release."""
+    return package.warm.variants(release, local_experts=6)
+
+
+def test_what_is_offered_is_what_is_loaded(package: SimpleNamespace) -> None:
+    assert set(package.ops.TABLE) == OFFERED
+    assert set(OPS) >= OFFERED
+
+
+def test_the_release_runs_every_operation_that_is_offered(release: ModelConfig) -> None:
+    refused = {op: reason for op in OFFERED if (reason := reason_against(op, release, torch.bfloat16)) is not None}
+    assert refused == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "reason"),
+    [
+        ({"head_dim": 96}, "attend", "head_dim is 96; the attention kernel needs a multiple of 64"),
+        ({"head_dim": 96}, "plan_keys", "head_dim is 96"),
+        ({"index_n_heads": 24}, "index_scores", "index_n_heads is 24; the index kernel needs a divisor of 64"),
+        ({"moe_intermediate_size": 100}, "run_experts", "moe_intermediate_size is 100; .* multiple of 8"),
+        ({"hc_mult": 9}, "mhc_mix", "hc_mult is 9; the kernel holds at most 8 streams"),
+    ],
+)
+def test_a_shape_that_no_kernel_takes_is_named(
+    release: ModelConfig, change: dict[str, int], op: str, reason: str
+) -> None:
+    odd = SimpleNamespace(**({name: getattr(release, name) for name in release.__dataclass_fields__} | change))
+    assert re.search(reason, str(reason_against(op, odd, torch.bfloat16)))  # type: ignore[arg-type]  # a stand-in
+
+
+def test_operations_that_share_a_plan_come_together(release: ModelConfig) -> None:
+    for plan, run in (("plan_keys", "attend"), ("plan_index", "index_scores"), ("plan_experts", "run_experts")):
+        for dtype in (torch.bfloat16, torch.float32):
+            refused = [reason_against(op, release, dtype) is not None for op in (plan, run)]
+            assert refused[0] == refused[1]
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+def first_variant(variants: list[tuple[str, tuple[Any, ...]]], name: str) -> tuple[Any, ...]:
+    return next(parameters for program, parameters in variants if program == name)
+
+
+def test_every_program_has_a_variant(package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]]) -> None:
+    assert {name for name, _ in variants} == set(package.jit.PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_program_lowers(
+    package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, program in package.jit.PROGRAMS.items():
+        if arch == "sm_100a" and name == "index_scores":
+            continue  # its lowering takes longest; the cubin test below has it
+        source = program.source(first_variant(variants, name), arch)
+        assert f"{name}_kernel(" in source
+
+
+@pytest.mark.parametrize("name", ["matmul", "gated", "down"])
+def test_products_stream_through_the_copy_engine_into_wgmma(
+    package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]], name: str
+) -> None:
+    source = package.jit.PROGRAMS[name].source(first_variant(variants, name), "sm_90a")
+    assert "tma_load" in source
+    assert "wgmma_ss" in source
+    assert "warpgroup_reg_dealloc" in source  # a warp group of its own for the copies
+
+
+def nvcc(jit: ModuleType, source: str, arch: str, folder: Path) -> tuple[str, str]:
+    """Compile; return what ptxas reports, and the machine code."""
+    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    root = Path(jit.tilelang.__file__).parent
+    (folder / "program.cu").write_text(source, encoding="utf-8")
+    includes = [f"-I{root / 'src'}", f"-I{root / '3rdparty' / 'cutlass' / 'include'}"]
+    number = arch.removeprefix("sm_")
+    options = ["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-gencode=arch=compute_{number},code={arch}"]
+    done = subprocess.run(
+        [compiler, *options, *includes, "program.cu", "-o", "program.cubin"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    code = subprocess.run([disassembler, "program.cubin"], capture_output=True, text=True, cwd=folder, check=True)
+    return done.stderr, code.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch", "instructions"),
+    [
+        ("attend", "sm_90a", ("HGMMA", "STSM")),
+        ("index_scores", "sm_90a", ("HGMMA",)),
+        ("matmul_parts", "sm_90a", ("HGMMA", "UTMALDG")),
+        ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
+        # Plain products become the older HMMA on SM100; none of these has run there.
+        ("attend", "sm_100a", ("HMMA",)),
+        ("index_scores", "sm_100a", ("HMMA",)),
+        ("write_records", "sm_100a", ("STG",)),
+        ("gated", "sm_100a", ("HMMA",)),
+    ],
+)
+def test_hot_programs_compile_without_spills(
+    package: SimpleNamespace,
+    variants: list[tuple[str, tuple[Any, ...]]],
+    name: str,
+    arch: str,
+    instructions: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    source = package.jit.PROGRAMS[name].source(first_variant(variants, name), arch)
+    report, code = nvcc(package.jit, source, arch, tmp_path)
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    for instruction in instructions:
+        assert instruction in code
+
+
+# ---- arithmetic that the programs rest on ----------------------------------------------------------------------------
+
+
+def test_comparing_with_scaled_midpoints_equals_dividing() -> None:
+    """Every e4m3 scale, and the floats next to every midpoint times it, at and around it."""
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for midpoint in E2M1_MIDPOINTS:
+        edge = midpoint * scales
+        around = (edge.view(torch.int32)[:, None] + torch.arange(-4, 5, dtype=torch.int32)).view(torch.float32)
+        quotient = around / scales[:, None]
+        assert torch.equal(quotient > midpoint, around > edge[:, None])
+        assert torch.equal(quotient >= midpoint, around >= edge[:, None])
+
+
+def test_a_float32_is_the_sum_of_three_bfloat16() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 1e3
+    first = x.bfloat16()
+    rest = x - first.float()
+    second = rest.bfloat16()
+    third = (rest - second.float()).bfloat16()
+    assert torch.equal(first.double() + second.double() + third.double(), x.double())
+
+
+def test_padding_for_the_copy_engine_does_not_change_a_product(package: SimpleNamespace) -> None:
+    x, w = torch.randn(3, 33), torch.randn(33, 7)
+    padded_x, padded_w = package.jit.tma_ready(x, w)
+    assert padded_x.shape == (3, 40)
+    assert padded_w.shape == (40, 8)
+    torch.testing.assert_close((padded_x @ padded_w)[:, :7], x @ w)
+    assert not padded_w[:, 7:].any()
+    same_x, same_w = package.jit.tma_ready(torch.ones(2, 16), torch.ones(16, 8))
+    assert (same_x.shape, same_w.shape) == ((2, 16), (16, 8))
+
+
+@pytest.mark.parametrize(("rows", "choices", "experts"), [(1, 1, 1), (7, 3, 16), (300, 2, 4), (130, 1, 1), (5, 5, 384)])
+def test_every_pair_stands_in_one_slot_of_a_tile_of_its_expert(
+    package: SimpleNamespace, rows: int, choices: int, experts: int
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, experts, generator=generator).argsort(1)[:, :choices].sort(1).values
+    tiles = package.experts.plan_experts(ids, experts)
+    slots = tiles.slot_pair.view(-1, package.experts.TILE)
+    assert len(slots) == len(tiles.tile_expert)
+    filled = slots[slots >= 0]
+    assert sorted(filled.tolist()) == list(range(rows * choices))
+    for expert, pairs in zip(tiles.tile_expert.tolist(), slots, strict=True):
+        inside = pairs[pairs >= 0].tolist()
+        assert all(ids.flatten()[pair] == expert for pair in inside)
+        assert bool(inside) == (expert >= 0)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_input
+def test_a_dtype_that_a_kernel_does_not_take_is_named(package: SimpleNamespace) -> None:
+    x, w, cache = torch.ones(8, 8), torch.ones(8, 8), torch.zeros(4, 66, dtype=torch.uint8)
+    lists = package.attention.KeyLists(torch.zeros(1, 1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    with pytest.raises(KernelError, match=r"bfloat16 queries, not torch\.float32"):
+        package.attention.attend(torch.ones(1, 4, 64), cache, lists, None, None, torch.ones(4))
+    with pytest.raises(KernelError, match=r"takes bfloat16, not torch\.float16 by torch\.float16"):
+        package.ops.TABLE["linear"](x.half(), w.half())
+    with pytest.raises(KernelError, match=r"expert kernels take bfloat16, not torch\.float32"):
+        package.experts.shared_expert(x, w, w, 1.0)
+    with pytest.raises(KernelError, match=r"bfloat16 or float32, not torch\.float64"):
+        package.jit.dtype_name(x.double())
+    plan = package.indexer.plan_index(torch.zeros(1, 1, dtype=torch.int64), 8, torch.ones(1, dtype=torch.int64))
+    with pytest.raises(KernelError, match=r"1, 2, 4 \.\. 64 heads, not torch\.bfloat16 and 24"):
+        package.indexer.index_scores(torch.ones(1, 24, 32).bfloat16(), torch.ones(1, 24), cache, plan, None, 8)
+
+
+def test_the_cache_folder_is_the_one_that_was_asked_for(
+    package: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "DEEPINFER_JIT_CACHE_DIR", str(tmp_path))
+    before = package.jit.tilelang.env.TILELANG_CACHE_DIR
+    package.jit.use_cache_folder.cache_clear()
+    try:
+        package.jit.use_cache_folder()
+        assert str(tmp_path) == package.jit.tilelang.env.TILELANG_CACHE_DIR
+    finally:
+        package.jit.tilelang.env.TILELANG_CACHE_DIR = before
+        package.jit.use_cache_folder.cache_clear()

@@ -210,3 +210,9 @@ def test_a_bad_constraint_is_refused(values: dict[str, Any], message: str) -> No
     with pytest.raises(RequestError, match=message) as caught:
         StructuredOutput(**values)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.bad_input
+def test_min_tokens_beside_a_grammar_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens is 3"):
+        SamplingParams(min_tokens=3, structured=StructuredOutput(regex="a"))

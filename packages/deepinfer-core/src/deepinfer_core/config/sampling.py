@@ -189,6 +189,11 @@ class SamplingParams:
             raise RequestError(f"structured is {shown(self.structured)}; it must be a StructuredOutput")
         other = None if so_args is None else StructuredOutput.from_so_args(so_args)
         self._set("structured", _merged("structured", self.structured, "so_args", other))
+        if self.structured is not None and self.min_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} beside structured output; the grammar alone decides when an answer "
+                "may end: leave min_tokens out"
+            )
 
     # ---- what the rest of the engine asks -------------------------------------------------------------------------
 
@@ -251,9 +256,8 @@ class SamplingParams:
         self._set("min_tokens", check_integer("min_tokens", self.min_tokens, 0, most, RequestError))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self._set("stop", () if stop is None else _strings("stop", stop, _MAX_STOP_STRINGS, _MAX_STOP_CHARS))
-        ids = check_integers(
-            "stop_token_ids", self.stop_token_ids or (), 0, _MAX_TOKEN_ID, _MAX_STOP_TOKEN_IDS, RequestError
-        )
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = check_integers("stop_token_ids", given, 0, _MAX_TOKEN_ID, _MAX_STOP_TOKEN_IDS, RequestError)
         self._set("stop_token_ids", tuple(dict.fromkeys(ids)))
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_flag(name, getattr(self, name), RequestError)
@@ -308,6 +312,12 @@ def _check_text(name: str, value: Any, max_chars: int) -> None:
         raise RequestError(f"{name} is {shown(value)}; it must be a string that is not empty")
     if len(value) > max_chars:
         raise RequestError(f"{name} has {len(value)} characters; at most {max_chars} are allowed")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has a lone surrogate at character {error.start}; no token can spell it, take it out"
+        ) from error
 
 
 def _strings(name: str, values: Any, max_count: int, max_chars: int) -> tuple[str, ...]:

@@ -4,7 +4,9 @@
     decode    B (T - 1) tokens / (time of generate(max_tokens=T) - time of generate(max_tokens=1))
 
 Prompts are random token ids of a fixed seed, answers are greedy and ignore the end token, times are the best of some
-repeats.
+repeats. With --workload it serves a file of arrivals, or a made-up one, at several loads (cli/bench_workload.py):
+
+    deepinfer bench --workload chat --loads 1,2,4 --output chat.json --plot chat.png
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
-from deepinfer_core.config.checks import check_integer
+from deepinfer_core.cli.workload import MADE_UP, made_up, read_workload, write_workload
+from deepinfer_core.config.checks import check_integer, check_number
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import ConfigError
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from deepinfer_core.llm import LLM
 
 __all__ = ["Measurement", "add_parser", "measure", "run"]
+
+_MADE_UP_TOKENS = 4_096  # of the longest request in a made-up workload, unless max_model_len is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +67,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output-tokens", type=int, default=32, help="tokens of each answer (32)")
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    served = parser.add_argument_group("serving a workload (cli/workload.py has the format)")
+    served.add_argument(
+        "--workload", help="a JSONL file, or a made-up one: chat, agent (a file of that name is ./chat)"
+    )
+    served.add_argument("--loads", default="1", help="how many times as fast as written, comma separated (1)")
+    served.add_argument("--requests", type=int, default=100, help="of a made-up workload (100)")
+    served.add_argument("--rate", type=float, default=4.0, help="requests a second of a made-up workload (4)")
+    served.add_argument("--save-workload", type=Path, help="write the workload as JSONL")
+    served.add_argument("--output", type=Path, help="write the results as JSON")
+    served.add_argument("--plot", type=Path, help="write a PNG: throughput over per-user speed (deepinfer-core[bench])")
     add_setting_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.workload is not None:
+        return _serve(args)
     batches = [check_integer("--batch", _number(text), 1, 65_536, ConfigError) for text in args.batch.split(",")]
     prompt_tokens = check_integer("--prompt-tokens", args.prompt_tokens, 1, 2**24, ConfigError)
     output_tokens = check_integer("--output-tokens", args.output_tokens, 2, 2**24, ConfigError)
     repeats = check_integer("--repeats", args.repeats, 1, 1_000, ConfigError)
-    import torch
-
     from deepinfer_core.llm import LLM
 
     settings: dict[str, Any] = {"quiet": True} | settings_from(args)
     with LLM(**settings) as llm:
         found = [measure(llm, batch, prompt_tokens, output_tokens, repeats) for batch in batches]
-    machine = (
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    machine = _machine()
     if args.json:
         rows = [
             asdict(one)
@@ -96,6 +110,39 @@ def run(args: argparse.Namespace) -> int:
         for one in found
     ]  # fmt: skip
     console().print(table_of(machine, columns, rows))
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    loads = [_load(text) for text in args.loads.split(",")]
+    settings: dict[str, Any] = {"quiet": True} | settings_from(args)
+    if args.workload in MADE_UP:
+        requests = check_integer("--requests", args.requests, 1, 1_000_000, ConfigError)
+        rate = check_number("--rate", args.rate, 0.0, 1e6, ConfigError, above_low=True)
+        workload = made_up(args.workload, requests, rate, settings.get("max_model_len") or _MADE_UP_TOKENS)
+    else:
+        workload = read_workload(Path(args.workload))
+    if args.save_workload is not None:
+        write_workload(args.save_workload, workload)
+    from deepinfer_core.cli.bench_workload import measure_load, plot
+
+    found = [measure_load(settings, workload, load) for load in loads]
+    results = {"machine": _machine(), "workload": args.workload, "settings": settings, "loads": found}
+    if args.output is not None:
+        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(results, args.plot)
+    if args.json:
+        print(json.dumps(results, indent=1))
+        return 0
+    columns = ("load", "tokens/s", "tokens/s a user", "first token ms (median, 90th)", "hit tokens", "preemptions")
+    rows = [
+        (f"{one['load']:g}", f"{one['output_tokens_per_s']:,.0f}", _shown(one["user_tokens_per_s"]["p50"]),
+         f"{_shown(one['first_token_ms']['p50'])}, {_shown(one['first_token_ms']['p90'])}",
+         f"{one['hit_tokens']:,}", str(one["preemptions"]))
+        for one in found
+    ]  # fmt: skip
+    console().print(table_of(f"{args.workload}, {len(workload)} requests; {_machine()}", columns, rows))
     return 0
 
 
@@ -121,3 +168,21 @@ def measure(llm: LLM, batch: int, prompt_tokens: int, output_tokens: int, repeat
 
 def _number(text: str) -> int | str:
     return int(text) if text.strip().isascii() and text.strip().isdigit() else text
+
+
+def _load(text: str) -> float:
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text
+    return check_number("--loads", value, 0.0, 1e6, ConfigError, above_low=True)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _machine() -> str:
+    import torch  # after the arguments have been found good
+
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from deepinfer_core.cli.console import console, statistics_table
 from deepinfer_core.cli.options import add_sampling_flags, add_setting_flags, sampling_from, settings_from
 from deepinfer_core.config.checks import shown
 from deepinfer_core.config.sampling import SamplingParams
@@ -51,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output", type=Path, help="where answers go (standard output)")
     parser.add_argument("--format", choices=("text", "jsonl"), help="of the answers (jsonl for --jsonl, else text)")
     parser.add_argument("--parse-special", action="store_true", help="spellings of special tokens become these tokens")
+    parser.add_argument("--stats", action="store_true", help="print statistics to standard error; metrics in JSONL")
     add_sampling_flags(parser)
     add_setting_flags(parser)
     parser.set_defaults(run=run)
@@ -67,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
         outputs = llm.generate(
             [job.prompt for job in jobs], [job.params for job in jobs], parse_special=args.parse_special
         )
+        if args.stats:
+            console(stderr=True).print(statistics_table(llm.statistics()))
     with _opened(args.output) as file:
         if (args.format or ("jsonl" if args.jsonl else "text")) == "jsonl":
             for job, output in zip(jobs, outputs, strict=True):
-                line = job.extra | _without_infinities(_as_json(output))
+                line = job.extra | _without_infinities(_as_json(output, with_metrics=args.stats))
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         else:
             file.write(_as_text(outputs))
@@ -151,9 +155,12 @@ def _as_text(outputs: list[RequestOutput]) -> str:
     return "\n".join(parts)
 
 
-def _as_json(output: RequestOutput) -> dict[str, Any]:
+def _as_json(output: RequestOutput, *, with_metrics: bool) -> dict[str, Any]:
     value = dataclasses.asdict(output)
     del value["request_id"]
+    if not with_metrics:  # times differ from run to run; the rest of a line does not
+        for answer in value["outputs"]:
+            del answer["metrics"]
     return value
 
 

@@ -4,6 +4,7 @@ output.prompt, output.prompt_token_ids
 output.prompt_logprobs           [None, {id: Logprob, ..}, ..]     one entry a prompt token, the first has no logprob
 output.outputs[i].text, .token_ids, .finish_reason, .stop_reason, .cumulative_logprob, .seed
 output.outputs[i].logprobs       [{id: Logprob, ..}, ..]           the drawn token and the most likely ones
+output.outputs[i].metrics        queue, prefill, first token, inter-token, hits, acceptance
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from deepinfer_core.outputs.replay import Provenance, replay_bytes, replay_token
 from deepinfer_core.scheduling.plan import TokenLogprobs
 from deepinfer_core.text import Tokenizer
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "logprob_table"]
+__all__ = ["AnswerMetrics", "CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "logprob_table"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -29,6 +30,21 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMetrics:
+    """What one answer took; seconds from its arrival unless said otherwise."""
+
+    queue_s: float  # until its first row ran
+    prefill_s: float  # from there to its first token
+    first_token_s: float
+    total_s: float
+    inter_token_s: float | None  # mean time between two tokens; None for fewer than two
+    hit_tokens: int  # prompt tokens whose cache was reused
+    num_preemptions: int
+    num_blocks: int  # of the cache, when it ended
+    steps_by_tokens: tuple[int, ...]  # steps that brought 1, 2, .. tokens: 1 + accepted drafts
 
 
 @dataclass(slots=True)
@@ -46,6 +62,7 @@ class CompletionOutput:
     )  # the stop token id or stop string; None for the end-of-sentence token and other reasons
     seed: int  # 0 <= seed < 2**64; with it the answer can be drawn again
     error: str | None = None  # why it failed, with finish_reason "error"
+    metrics: AnswerMetrics | None = field(default=None, compare=False)  # when it has finished; never the same twice
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""The TileLang programs of the NVIDIA package without a GPU: their sources, the arithmetic they rest on, their host side.
+"""The TileLang programs of the NVIDIA package without a GPU: their sources, the arithmetic they rest on, the host side.
 
 That they are right on a GPU is shown by the conformance suite there (docs/kernels.md).
 """
@@ -77,6 +77,20 @@ def test_operations_that_share_a_plan_come_together(release: ModelConfig) -> Non
         for dtype in (torch.bfloat16, torch.float32):
             refused = [reason_against(op, release, dtype) is not None for op in (plan, run)]
             assert refused[0] == refused[1]
+
+
+def test_warming_compiles_every_program_once_and_reports(
+    package: SimpleNamespace, release: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, tuple[Any, ...]]] = []
+    reported: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        package.jit.Program, "__call__", lambda self, *parameters: compiled.append((self.name, parameters))
+    )
+    package.warm.warm(release, lambda done, total, name: reported.append((done, total)), 6)
+    assert compiled == package.warm.variants(release, 6)
+    assert len(set(compiled)) == len(compiled)
+    assert reported == [(done, len(compiled)) for done in range(len(compiled) + 1)]
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------

@@ -156,10 +156,8 @@ def index_scores(
     `index_scores`. Raises KernelError for other dtypes and for numbers of heads that don't divide 64.
     """
     rows, heads, dim = iq.shape
-    if iq.dtype != torch.bfloat16 or COLUMNS % heads:
-        raise KernelError(
-            f"the index kernel takes bfloat16 and 1 to 128 heads, a power of two; not {iq.dtype}, {heads}"
-        )
+    if iq.dtype != torch.bfloat16 or _PART % heads:
+        raise KernelError(f"the index kernel takes bfloat16 and 1, 2, 4 .. 64 heads, not {iq.dtype} and {heads}")
     num_blocks = plan.blocks.shape[1]
     scores = torch.empty(rows, num_blocks, plan.entries_per_block, dtype=torch.float32, device=iq.device)
     if scores.numel():

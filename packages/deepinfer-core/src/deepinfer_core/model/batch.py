@@ -7,6 +7,10 @@
 A window key of position p is read from the scratch rows if p is a row of this step in the same set, else from the
 slot's ring; ring positions at or above the first row of the segment are never read, so what rejected drafts left there
 does no harm. Rows are padded to the multiple that the kernels want; padding rows see nothing and write to trash rows.
+
+All of it is arithmetic on small integer arrays. Where the state is on the host, numpy does it, at a third of the time
+that torch takes for arrays of this size; else torch does, on the device, since held tokens and positions exist only
+there. Both know the same names for what is used.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.params import ModelParams
 from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource, Writes
 
-__all__ = ["Batch", "RingCommit", "RowSet", "build_batch", "window_rows"]
+__all__ = ["Batch", "RingCommit", "RowSet", "build_batch"]
 
 _NOTHING_VISIBLE = 2**62
+
+type Array = Any  # numpy array or tensor, see above
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,146 +90,113 @@ def build_batch(
     `mask_decoder` computes the decoder half for all rows and only clips what the kept ones see: the oracle of skipping
     them.
     """
-    builder = _Builder(plan, state, params, kernels)
+    builder = _Builder(plan, state, params, kernels, on_host=state.history.device.type == "cpu")
     return builder.build(mask_decoder)
 
 
-def window_rows(
-    position: Tensor, first: Tensor, visible_from: Tensor, slot: Tensor, scratch: Tensor, window: int, ring: RingLayout
-) -> Tensor:
-    """Cache rows of the window of each row, oldest first, -1 = invisible: [P, W].
-
-    position [P]; first [P]: lowest position of the row's segment in this step, whose keys stand in scratch rows;
-    visible_from [P]; scratch [P] scratch row of the row itself.
-    """
-    back = torch.arange(1 - window, 1, device=position.device)
-    key = position[:, None] + back  # [P, W]
-    rows = torch.where(
-        key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity
-    )
-    return rows.masked_fill(key < visible_from[:, None], -1)
-
-
 class _Builder:
-    def __init__(self, plan: StepPlan, state: ModelState, params: ModelParams, kernels: Kernels) -> None:
+    def __init__(
+        self, plan: StepPlan, state: ModelState, params: ModelParams, kernels: Kernels, *, on_host: bool
+    ) -> None:
         self.plan, self.state, self.params, self.kernels = plan, state, params, kernels
         self.layout, self.config = state.layout, state.layout.config
         self.device = state.history.device
-        rows = plan.num_rows
+        self.on_host = on_host
+        self.xp: Any = np if on_host else torch
         self.segment_of = np.repeat(np.arange(plan.num_segments), np.diff(plan.segment_start))  # [R]
-        self.row_slot = plan.segment_slot[self.segment_of]
-        self.padded = self.up_to_multiple(max(rows, plan.padded_rows, 1))
+        self.segment_first_row = plan.segment_start[:-1][self.segment_of]  # [R]
+        self.padded = self.up_to_multiple(max(plan.num_rows, plan.padded_rows, 1))
+        self.row = self.array(np.arange(self.padded))  # [P]
+        self.most_visible = int(plan.row_position.max(initial=0)) + 1
+
+    # ---- host and device ---------------------------------------------------------------------------------------------
 
     def up_to_multiple(self, rows: int) -> int:
         """`rows` and the padding that the kernels want."""
         return -(-rows // self.kernels.row_multiple) * self.kernels.row_multiple
 
-    def tensor(self, array: np.ndarray[Any, Any], fill: int = 0, length: int | None = None) -> Tensor:
-        """[R, ...] array as an int64 tensor with rows appended up to the padded length."""
-        array = np.asarray(array, dtype=np.int64)
-        missing = (self.padded if length is None else length) - len(array)
+    def array(self, values: np.ndarray[Any, Any], fill: int = 0, length: int | None = None) -> Array:
+        """[R, ...] integers or flags, with rows of `fill` appended up to `length`, by default the padded one."""
+        values = np.asarray(values, dtype=np.bool_ if values.dtype == np.bool_ else np.int64)
+        missing = (self.padded if length is None else length) - len(values)
         if missing:
-            array = np.concatenate([array, np.full((missing, *array.shape[1:]), fill, dtype=np.int64)])
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            values = np.concatenate([values, np.full((missing, *values.shape[1:]), fill, dtype=values.dtype)])
+        return values if self.on_host else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def tensor(self, values: Array) -> Tensor:
+        """What the kernels take."""
+        return torch.from_numpy(np.ascontiguousarray(values)) if self.on_host else values
+
+    def view(self, tensor: Tensor) -> Array:
+        """A tensor of the state or the parameters; writes go through."""
+        return tensor.numpy() if self.on_host else tensor
+
+    # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def build(self, mask_decoder: bool) -> Batch:
         plan, config, layout = self.plan, self.config, self.layout
-        slot = self.tensor(self.row_slot)
+        slot = self.array(plan.segment_slot[self.segment_of])
         position, tokens = self._resolve(slot)
-        first = position - self.tensor(np.arange(plan.num_rows) - plan.segment_start[:-1][self.segment_of])
-        window_from, decoder_from = self._visible_from()
-        is_image = self._is_image()
+        first = position - self.array(np.arange(plan.num_rows) - self.segment_first_row)
+        window_from = self._lower_bounds(plan.segment_window_from)
+        image = plan.row_content == Content.IMAGE
+        is_image = self.array(image) if image.any() else None
         blocks = self._blocks()
-        if mask_decoder:
-            from_here = self.tensor(plan.segment_decoder_from[self.segment_of])
-            clipped = torch.where(position >= from_here, torch.maximum(window_from, decoder_from), window_from)
-            kept = np.arange(plan.num_rows)
-            decoder_first, decoder_visible = first, clipped
-        else:
-            kept = self._kept_rows()
-            decoder_first, decoder_visible = (
-                torch.maximum(first, decoder_from),
-                torch.maximum(window_from, decoder_from),
-            )
-        encoder = self._row_set(np.arange(plan.num_rows), position, slot, first, window_from, is_image, blocks)
+        every_row = np.arange(plan.num_rows)
+        encoder = self._row_set(every_row, position, slot, first, window_from, is_image, blocks)
+        kept = every_row if mask_decoder else self._kept_rows()
         decoder, decoder_rows = encoder, None
-        same_rows = len(kept) == plan.num_rows
         if len(kept) == 0:
             decoder = None
-        elif not same_rows:
-            decoder_rows = self._padded_indices(kept)
-            pick = decoder_rows
-            decoder = self._row_set(
-                kept,
-                position[pick],
-                slot[pick],
-                decoder_first[pick],
-                decoder_visible[pick].masked_fill(
-                    torch.arange(len(pick), device=self.device) >= len(kept), _NOTHING_VISIBLE
-                ),
-                None if is_image is None else is_image[pick],
-                blocks[pick],
+        elif len(kept) < plan.num_rows or (plan.segment_decoder_from > 0).any():
+            decoder, decoder_rows = self._decoder_rows(
+                kept, mask_decoder, position, slot, first, window_from, is_image, blocks
             )
-        elif bool((plan.segment_decoder_from > 0).any()):
-            decoder = self._row_set(kept, position, slot, decoder_first, decoder_visible, is_image, blocks)
         history, history_commit = self._history(tokens, position, first, slot, is_image)
         ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
-        pair_scratch = layout.pairs.scratch_start + torch.arange(self.padded, device=self.device)
-        before = position - 1
-        partner = torch.where(
-            before >= first, pair_scratch - 1, slot * layout.pairs.capacity + before % layout.pairs.capacity
-        )
+        pair_scratch = layout.pairs.scratch_start + self.row
+        partner = self._rows_of_keys(position - 1, first, slot, pair_scratch - 1, layout.pairs)
         return Batch(
             layout=layout,
-            tokens=tokens,
+            tokens=self.tensor(tokens),
             encoder=encoder,
             decoder=decoder,
             decoder_rows=decoder_rows,
-            engram_history=history,
+            engram_history=self.tensor(history),
             entry_rows={ratio: self._entry_rows(ratio, position, blocks) for ratio in ratios},
             entry_rope={ratio: self._entry_rope(ratio, position, encoder) for ratio in ratios},
-            pair_partner=partner,
-            pair_scratch=pair_scratch,
-            pair_commit=self._commit(np.arange(plan.num_rows), layout.pairs, position, slot),
+            pair_partner=self.tensor(partner),
+            pair_scratch=self.tensor(pair_scratch),
+            pair_commit=self._commit(every_row, layout.pairs, position, slot),
             history_commit=history_commit,
             sample_rows=self._sample_rows(kept),
         )
 
-    # ---- rows ----------------------------------------------------------------------------------------------------
+    # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def _resolve(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+    def _resolve(self, slot: Array) -> tuple[Array, Array]:
         """Positions and tokens, those of held rows from the device's block of the slot."""
-        plan, state = self.plan, self.state
-        position, tokens = self.tensor(plan.row_position), self.tensor(plan.row_token)
+        plan, xp = self.plan, self.xp
+        position, tokens = self.array(plan.row_position), self.array(plan.row_token)
         held_rows = plan.row_source == TokenSource.HELD
         if not held_rows.any():
             return position, tokens
         # A segment with a held anchor has its place from the device; drafts in it may be given (forced by a grammar).
-        starts = plan.segment_start[:-1][self.segment_of]
-        held_segment = self.tensor(held_rows[starts]).bool()
-        offset = self.tensor(np.arange(plan.num_rows) - starts)
-        position = torch.where(held_segment, state.held_position[slot] + offset, position)
-        held = self.tensor(held_rows).bool()
-        return position, torch.where(held, state.held_tokens[slot, torch.where(held, tokens, 0)], tokens)
+        held_segment = self.array(held_rows[self.segment_first_row])
+        offset = self.array(np.arange(plan.num_rows) - self.segment_first_row)
+        position = xp.where(held_segment, self.view(self.state.held_position)[slot] + offset, position)
+        held = self.array(held_rows)
+        block = self.view(self.state.held_tokens)
+        return position, xp.where(held, block[slot, xp.where(held, tokens, 0)], tokens)
 
-    def _visible_from(self) -> tuple[Tensor, Tensor]:
-        plan = self.plan
-        window_from = self.tensor(plan.segment_window_from[self.segment_of], fill=_NOTHING_VISIBLE)
-        decoder_from = self.tensor(plan.segment_decoder_from[self.segment_of], fill=_NOTHING_VISIBLE)
-        return window_from.clamp_min(0), decoder_from.clamp_min(0)
+    def _lower_bounds(self, of_segment: np.ndarray[Any, Any]) -> Array:
+        """[P] lowest visible position of each row; padding rows see nothing."""
+        return self.array(np.maximum(of_segment, 0)[self.segment_of], fill=_NOTHING_VISIBLE)
 
-    def _is_image(self) -> Tensor | None:
-        image = self.plan.row_content == Content.IMAGE
-        return self.tensor(image).bool() if image.any() else None
-
-    def _blocks(self) -> Tensor:
+    def _blocks(self) -> Array:
         """[P, B] block table of each row, cut to what the largest position needs."""
-        plan = self.plan
-        needed = min(plan.block_tables.shape[1], self._most_visible() // BLOCK_TOKENS + 1)
-        return self.tensor(plan.block_tables[:, :needed][self.segment_of], fill=-1)
-
-    def _most_visible(self) -> int:
-        return int(self.plan.row_position.max(initial=0)) + 1
+        needed = min(self.plan.block_tables.shape[1], self.most_visible // BLOCK_TOKENS + 1)
+        return self.array(self.plan.block_tables[:, :needed][self.segment_of], fill=-1)
 
     def _kept_rows(self) -> np.ndarray[Any, Any]:
         plan = self.plan
@@ -232,87 +205,133 @@ class _Builder:
         held = plan.row_source == TokenSource.HELD
         return np.flatnonzero(held | (plan.row_position >= plan.segment_decoder_from[self.segment_of]))
 
-    def _padded_indices(self, kept: np.ndarray[Any, Any]) -> Tensor:
-        return self.tensor(kept, fill=int(kept[0]), length=self.up_to_multiple(len(kept)))
-
-    def _sample_rows(self, kept: np.ndarray[Any, Any]) -> Tensor:
-        wanted = np.flatnonzero(self.plan.row_sample[kept])
-        return self.tensor(wanted, length=len(wanted))
+    def _decoder_rows(
+        self,
+        kept: np.ndarray[Any, Any],
+        mask_decoder: bool,
+        position: Array,
+        slot: Array,
+        first: Array,
+        window_from: Array,
+        is_image: Array | None,
+        blocks: Array,
+    ) -> tuple[RowSet, Tensor | None]:
+        """Rows of the decoder half, which see no key below `segment_decoder_from`, and their encoder rows."""
+        plan, xp = self.plan, self.xp
+        decoder_from = self._lower_bounds(plan.segment_decoder_from)
+        visible = xp.maximum(window_from, decoder_from)
+        if mask_decoder:  # rows below stay what they are; nobody above reads them
+            visible = xp.where(position >= decoder_from, visible, window_from)
+        else:
+            first = xp.maximum(first, decoder_from)
+        if len(kept) == plan.num_rows:
+            return self._row_set(kept, position, slot, first, visible, is_image, blocks), None
+        pick = self.array(kept, fill=int(kept[0]), length=self.up_to_multiple(len(kept)))
+        padding = self.array(np.arange(len(pick)) >= len(kept), length=len(pick))
+        rows = self._row_set(
+            kept,
+            position[pick],
+            slot[pick],
+            first[pick],
+            xp.where(padding, _NOTHING_VISIBLE, visible[pick]),
+            None if is_image is None else is_image[pick],
+            blocks[pick],
+        )
+        return rows, self.tensor(pick)
 
     def _row_set(
         self,
         rows: np.ndarray[Any, Any],
-        position: Tensor,
-        slot: Tensor,
-        first: Tensor,
-        visible_from: Tensor,
-        is_image: Tensor | None,
-        blocks: Tensor,
+        position: Array,
+        slot: Array,
+        first: Array,
+        visible_from: Array,
+        is_image: Array | None,
+        blocks: Array,
     ) -> RowSet:
         ring, config, kernels, params = self.layout.window, self.config, self.kernels, self.params
-        scratch = ring.scratch_start + torch.arange(len(position), device=self.device)
-        keys = window_rows(position, first, visible_from, slot, scratch, config.sliding_window, ring)
-        real = visible_from != _NOTHING_VISIBLE
-        visible = torch.where(real, position + 1, 0)
-        ratios = sorted({ratio for ratio in config.compress_ratios if ratio})
+        scratch = ring.scratch_start + self.row[: len(position)]
+        keys = self._window_keys(position, first, visible_from, slot, scratch)
+        visible = self.xp.where(visible_from != _NOTHING_VISIBLE, position + 1, 0)
+        on_device = self.tensor(position)
         return RowSet(
             num_rows=len(rows),
-            position=position,
-            slot=slot,
-            is_image=is_image,
-            rope=kernels.rope_table(position, params.frequencies),
-            long_rope=kernels.rope_table(position, params.long_frequencies),
-            scratch=scratch,
-            window_plan=kernels.plan_keys(keys),
+            position=on_device,
+            slot=self.tensor(slot),
+            is_image=None if is_image is None else self.tensor(is_image),
+            rope=kernels.rope_table(on_device, params.frequencies),
+            long_rope=kernels.rope_table(on_device, params.long_frequencies),
+            scratch=self.tensor(scratch),
+            window_plan=kernels.plan_keys(self.tensor(keys)),
             commit=self._commit(rows, ring, position, slot),
-            blocks=blocks,
-            num_visible={ratio: torch.div(visible, ratio, rounding_mode="floor") for ratio in ratios},
-            most_visible=self._most_visible(),
+            blocks=self.tensor(blocks),
+            num_visible={
+                ratio: self.tensor(visible // ratio) for ratio in sorted(set(config.compress_ratios)) if ratio
+            },
+            most_visible=self.most_visible,
         )
 
-    # ---- what is written -----------------------------------------------------------------------------------------
+    def _sample_rows(self, kept: np.ndarray[Any, Any]) -> Tensor:
+        wanted = np.flatnonzero(self.plan.row_sample[kept])
+        return self.tensor(self.array(wanted, length=len(wanted)))
 
-    def _commit(self, rows: np.ndarray[Any, Any], ring: RingLayout, position: Tensor, slot: Tensor) -> RingCommit:
+    # ---- what is read ------------------------------------------------------------------------------------------------
+
+    def _rows_of_keys(self, key: Array, first: Array, slot: Array, scratch: Array, ring: RingLayout) -> Array:
+        """Cache rows of positions `key`: the scratch row where the position is one of this step, else the slot's ring.
+
+        first: lowest position of the segment in this step; scratch: scratch row that `key` would have.
+        """
+        return self.xp.where(key >= first, scratch, slot * ring.capacity + key % ring.capacity)
+
+    def _window_keys(self, position: Array, first: Array, visible_from: Array, slot: Array, scratch: Array) -> Array:
+        """Cache rows of the window of each row, oldest first, -1 = invisible: [P, W]."""
+        window = self.config.sliding_window
+        back = self.array(np.arange(1 - window, 1), length=window)
+        key = position[:, None] + back  # [P, W]
+        rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, self.layout.window)
+        return self.xp.where(key < visible_from[:, None], -1, rows)
+
+    def _history(
+        self, tokens: Array, position: Array, first: Array, slot: Array, is_image: Array | None
+    ) -> tuple[Array, RingCommit]:
+        """Token classes of each row and of the positions before it, DEAD before the start and on images: [P, N]."""
+        ring, length, stored = self.layout.history, self.config.engram_max_ngram_size, self.view(self.state.history)
+        classes = self.view(self.params.token_classes)[tokens]
+        if is_image is not None:
+            classes = self.xp.where(is_image, DEAD_CLASS, classes)
+        stored[ring.scratch_start : ring.scratch_start + self.padded] = classes
+        scratch = ring.scratch_start + self.row
+        back = self.array(np.arange(0, -length, -1), length=length)
+        key = position[:, None] + back
+        rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, ring)
+        history = self.xp.where(key < 0, DEAD_CLASS, stored[rows])
+        return history, self._commit(np.arange(self.plan.num_rows), ring, position, slot)
+
+    # ---- what is written ---------------------------------------------------------------------------------------------
+
+    def _commit(self, rows: np.ndarray[Any, Any], ring: RingLayout, position: Array, slot: Array) -> RingCommit:
         """The last `capacity` of `rows` of every segment that may write windows; position and slot belong to `rows`."""
         plan = self.plan
         ends = plan.segment_start[1:][self.segment_of[rows]]
         writes = (plan.row_writes[rows] & Writes.WINDOW) != 0
         chosen = np.flatnonzero(writes & (ends - rows <= ring.capacity))
-        index = self.tensor(chosen, length=len(chosen))
+        index = self.array(chosen, length=len(chosen))
         destination = slot[index] * ring.capacity + position[index] % ring.capacity
-        return RingCommit(ring.scratch_start + index, destination)
+        return RingCommit(self.tensor(ring.scratch_start + index), self.tensor(destination))
 
-    def _entry_rows(self, ratio: int, position: Tensor, blocks: Tensor) -> Tensor:
+    def _entry_rows(self, ratio: int, position: Array, blocks: Array) -> Tensor:
         """Entry cache row that each row completes: block of the position, entry within it; trash where it completes
         none.
         """
-        per_block = self.layout.entries_per_block(ratio)
-        writes = self.tensor((self.plan.row_writes & Writes.GLOBAL) != 0).bool()
-        block = blocks.gather(1, (position // BLOCK_TOKENS).clamp_max(blocks.shape[1] - 1)[:, None])[:, 0]
+        writes = self.array((self.plan.row_writes & Writes.GLOBAL) != 0)
+        block = blocks[self.row, self.xp.clip(position // BLOCK_TOKENS, 0, blocks.shape[1] - 1)]
         complete = writes & ((position + 1) % ratio == 0) & (block >= 0)
-        row = block * per_block + (position % BLOCK_TOKENS) // ratio
-        return torch.where(complete, row, self.layout.entry_trash_row(ratio))
+        row = block * self.layout.entries_per_block(ratio) + (position % BLOCK_TOKENS) // ratio
+        return self.tensor(self.xp.where(complete, row, self.layout.entry_trash_row(ratio)))
 
-    def _entry_rope(self, ratio: int, position: Tensor, encoder: RowSet) -> Tensor:
+    def _entry_rope(self, ratio: int, position: Array, encoder: RowSet) -> Tensor:
         if ratio == 1:
             return encoder.long_rope
-        first = torch.div(position, ratio, rounding_mode="floor") * ratio
+        first = self.tensor(position // ratio * ratio)
         return self.kernels.rope_table(first, self.params.long_frequencies)
-
-    def _history(
-        self, tokens: Tensor, position: Tensor, first: Tensor, slot: Tensor, is_image: Tensor | None
-    ) -> tuple[Tensor, RingCommit]:
-        """Token classes of each row and of the positions before it, DEAD before the start and on images."""
-        ring, state = self.layout.history, self.state
-        classes = self.params.token_classes[tokens]
-        if is_image is not None:
-            classes = classes.masked_fill(is_image, DEAD_CLASS)
-        state.history[ring.scratch_start : ring.scratch_start + self.padded] = classes
-        scratch = ring.scratch_start + torch.arange(self.padded, device=self.device)
-        back = torch.arange(0, -self.config.engram_max_ngram_size, -1, device=self.device)
-        key = position[:, None] + back
-        rows = torch.where(
-            key >= first[:, None], scratch[:, None] + back, slot[:, None] * ring.capacity + key % ring.capacity
-        )
-        history = state.history[rows].masked_fill(key < 0, DEAD_CLASS)
-        return history, self._commit(np.arange(self.plan.num_rows), ring, position, slot)

@@ -37,4 +37,4 @@ def moe(
     pairs = kernels.run_experts(sent.rows, sent.weights, plan, params.w13, params.w2, config.swiglu_limit)
     shared = kernels.shared_expert(x, params.shared_w13, params.shared_w2, config.swiglu_limit)
     y = kernels.combine_experts(exchange.combine(sent, pairs), shared[:num_rows])
-    return F.pad(y, (0, 0, 0, x.shape[0] - num_rows))
+    return y if num_rows == x.shape[0] else F.pad(y, (0, 0, 0, x.shape[0] - num_rows))

@@ -1,0 +1,75 @@
+"""Building a step's tensors: numpy on the host and torch on a device compute the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.model.batch import Batch, _Builder
+from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource
+from tests.core.harness import Chunk, TinyModel, plan_of
+
+
+def mixed_plan(*, decoder_from: int, held: bool, image: bool) -> StepPlan:
+    """A long chunk, a decode row and three rows of drafts, with padding."""
+    plan = plan_of([Chunk(0, 120, range(30), decoder_from), Chunk(2, 7, [5]), Chunk(1, 40, [3, 4, 5])], padded_rows=41)
+    source, content = plan.row_source.copy(), plan.row_content.copy()
+    token = plan.row_token.copy()
+    if held:
+        source[31:] = TokenSource.HELD
+        token[31:] = [0, 1, 2]
+    if image:
+        content[3:9] = Content.IMAGE
+    return replace(plan, row_source=source, row_content=content, row_token=token)
+
+
+def flat(value: Any, name: str = "batch") -> dict[str, Any]:
+    """Every tensor and number in a batch by its path."""
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__module__.endswith("model.batch"):
+        return {k: v for f in fields(value) for k, v in flat(getattr(value, f.name), f"{name}.{f.name}").items()}
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}[{key}]").items()}
+    if is_dataclass(value) and type(value).__name__ == "KeyPlan":
+        return {f"{name}.rows": value.rows, f"{name}.bias": value.bias}
+    return {name: value}
+
+
+def built(model: TinyModel, plan: StepPlan, *, on_host: bool, mask: bool) -> Batch:
+    state = model.state()
+    generator = torch.Generator().manual_seed(1)
+    state.history.copy_(torch.randint(0, 50, state.history.shape, generator=generator))
+    state.held_position.copy_(torch.tensor([1, 33, 5, 0]))
+    state.held_tokens.copy_(torch.randint(0, 50, state.held_tokens.shape, generator=generator))
+    return _Builder(plan, state, model.params, REFERENCE, on_host=on_host).build(mask)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("decoder_from", [0, 130, 10_000])
+def test_host_and_device_build_the_same_batch(
+    tiny_a: TinyModel, mask: bool, held: bool, image: bool, decoder_from: int
+) -> None:
+    plan = mixed_plan(decoder_from=decoder_from, held=held, image=image)
+    host, device = (flat(built(tiny_a, plan, on_host=on_host, mask=mask)) for on_host in (True, False))
+    assert host.keys() == device.keys()
+    for name, value in host.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == device[name].dtype, name
+            assert torch.equal(value, device[name]), name
+        else:
+            assert value == device[name], name
+
+
+def test_held_rows_stand_where_the_device_says(tiny_a: TinyModel) -> None:
+    plan = mixed_plan(decoder_from=0, held=True, image=False)
+    batch = built(tiny_a, plan, on_host=True, mask=False)
+    assert batch.encoder.position[31:34].tolist() == [33, 34, 35]
+    assert batch.encoder.position[30].item() == 7
+    assert np.array_equal(batch.sample_rows.numpy(), np.arange(34))

@@ -112,7 +112,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axes.annotate(f"load x {one['load']:g}", (x, y), textcoords="offset points", xytext=(6, 6))
     axes.set(xlabel="tokens/s for one user", ylabel="output tokens/s of all", title=results["workload"])
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.12 * max(throughput, default=1.0))
     axes.legend()
     axes.grid(alpha=0.3)
     try:

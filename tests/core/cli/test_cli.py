@@ -91,6 +91,7 @@ def test_generate_answers_every_line_and_keeps_other_keys(
     lines = [
         {"prompt": "Hello", "id": "first", "params": {"max_tokens": 2, "logprobs": 1}},
         {"prompt_token_ids": [0, 5, 9], "id": 2},
+        {"prompt": "Hello", "max_tokens": 3, "id": "beside"},
     ]
     text = "\n\n".join(map(json.dumps, lines)) + "\n"
     (tmp_path / "in.jsonl").write_text(text)
@@ -98,8 +99,9 @@ def test_generate_answers_every_line_and_keeps_other_keys(
     words = ["--temperature", "0", "--max-tokens", "4", "--ignore-eos", *SMALL]
     assert main(["generate", "--jsonl", str(tmp_path / "in.jsonl"), "--output", str(out), *words]) == 0
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["id"] for one in found] == ["first", 2]
-    assert [len(one["outputs"][0]["token_ids"]) for one in found] == [2, 4]
+    assert [one["id"] for one in found] == ["first", 2, "beside"]
+    assert [len(one["outputs"][0]["token_ids"]) for one in found] == [2, 4, 3]
+    assert "max_tokens" not in found[2]
     assert (found[0]["prompt"], found[1]["prompt"]) == ("Hello", None)
     assert len(found[0]["outputs"][0]["logprobs"]) == 2
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -133,6 +135,19 @@ def test_generate_reads_a_prompt_from_standard_input(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     assert main(["generate", "-", "--max-tokens", "1", "--format", "jsonl", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "Hello"
+
+
+def test_help_says_what_a_setting_means_and_its_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "[prompt] [sampling] [settings]" in text
+    for setting in all_settings().values():
+        default = "" if setting.default is None or isinstance(setting.default, tuple) else f" ({setting.default})"
+        assert setting.meaning + default in text
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------
@@ -216,6 +231,8 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
         ('{"prompt": "a", "prompt_token_ids": [1]}', "either prompt or prompt_token_ids"),
         ('{"prompt": "a", "params": {"temprature": 1}}', "params is"),
         ('{"prompt": "a", "params": {"top_p": 2}}', "top_p is 2"),
+        ('{"prompt": "a", "top_p": 2}', "top_p is 2"),
+        ('{"prompt": "a", "n": 2, "params": {"n": 1}}', "n is given twice"),
         ('{"prompt": "a", "params": 3}', "params is 3"),
     ],
 )

@@ -3,8 +3,10 @@
     deepinfer generate "The sea" --max-tokens 64
     deepinfer generate --jsonl prompts.jsonl --output answers.jsonl --temperature 0
 
-A JSONL line is an object with "prompt" (text) or "prompt_token_ids", and perhaps "params": sampling parameters that
-replace those of the command line; other keys are copied to the answer's line.
+A JSONL line is an object with "prompt" (text) or "prompt_token_ids". Sampling parameters beside it, or together under
+"params", replace those of the command line; other keys are copied to the answer's line.
+
+    {"prompt": "The sea", "max_tokens": 8, "id": 1}        {"prompt": "The sea", "params": {"max_tokens": 8}, "id": 1}
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ from deepinfer_core.outputs import RequestOutput
 __all__ = ["add_parser", "run"]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"structured"} | {
+    "seq_seed",
+    "top_logprobs",
+    "so_args",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", help="the prompt itself; - reads it from standard input")
     source.add_argument("--file", type=Path, help="a text file that is the prompt")
-    source.add_argument("--jsonl", help="a file with one request a line; - reads standard input")
+    source.add_argument(
+        "--jsonl", help='a file with an object a line, {"prompt": "Hi", "max_tokens": 8}; - is standard input'
+    )
     parser.add_argument("--output", type=Path, help="where answers go (standard output)")
     parser.add_argument("--format", choices=("text", "jsonl"), help="of the answers (jsonl for --jsonl, else text)")
     parser.add_argument("--parse-special", action="store_true", help="spellings of special tokens become these tokens")
@@ -110,13 +119,12 @@ def _job(line: str, given: dict[str, Any]) -> _Job:
         raise RequestError(f"the line is {shown(line)}; give an object with either prompt or prompt_token_ids")
     prompt = {key: value.pop(key) for key in _PROMPT_KEYS if key in value}
     params = value.pop("params", {})
-    known = {spec.name for spec in dataclasses.fields(SamplingParams)} - {"structured"} | {
-        "seq_seed",
-        "top_logprobs",
-        "so_args",
-    }
-    if not isinstance(params, dict) or not known.issuperset(params):
-        raise RequestError(f"params is {shown(params)}; give an object with keys among {', '.join(sorted(known))}")
+    if not isinstance(params, dict) or not _PARAMS.issuperset(params):
+        raise RequestError(f"params is {shown(params)}; give an object with keys among {', '.join(sorted(_PARAMS))}")
+    for name in [name for name in value if name in _PARAMS]:
+        if name in params:
+            raise RequestError(f"{name} is given twice, in params and beside it; give it once")
+        params[name] = value.pop(name)
     return _Job(prompt, SamplingParams(**(given | params)), value)
 
 

@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any
 
-from deepinfer_core.config.engine import Setting, all_settings, parse_text, union_members
+from deepinfer_core.config.engine import all_settings, parse_text, union_members
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import RequestError
 
@@ -28,14 +28,15 @@ _NO_FLAG = ("structured", "detokenize", "logprobs_mode")
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting; a flag that is not given leaves the environment or the default in force."""
-    group = parser.add_argument_group("settings of the engine")
+    _end_usage(parser, "[settings]")
+    group = parser.add_argument_group("settings of the engine, with their defaults")
     for setting in all_settings().values():
         group.add_argument(
             _flag(_RENAMED.get(setting.name, setting.name)),
             dest=f"setting_{setting.name}",
             default=_UNSET,
             **_value(setting.annotation),
-            help=f"{setting.part or 'engine'}; default {_shown(setting)}",
+            help=setting.meaning + _shown(setting.default),
         )
 
 
@@ -51,7 +52,8 @@ def settings_from(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each sampling parameter that a command line can say."""
-    group = parser.add_argument_group("sampling (SamplingParams explains each)")
+    _end_usage(parser, "[sampling]")
+    group = parser.add_argument_group("sampling, with defaults; the docstring of SamplingParams explains each")
     hints = typing.get_type_hints(SamplingParams)
     for spec in dataclasses.fields(SamplingParams):
         if spec.name in _NO_FLAG:
@@ -61,7 +63,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             value = {"action": "append", "metavar": "TEXT" if spec.name == "stop" else "ID"}
         group.add_argument(
             _flag(spec.name), dest=f"sampling_{spec.name}", default=_UNSET if "action" not in value else None, **value,
-            help=f"default {spec.default}",
+            help=_shown(spec.default),
         )  # fmt: skip
 
 
@@ -82,6 +84,11 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
         else:
             values[spec.name] = parse_text(_flag(spec.name), _scalar(hints[spec.name]), given)
     return values
+
+
+def _end_usage(parser: argparse.ArgumentParser, group: str) -> None:
+    """Name a group of flags in the usage line: sixty flags would hide the few that matter."""
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} {group}"
 
 
 def _flag(name: str) -> str:
@@ -105,9 +112,12 @@ def _scalar(annotation: Any) -> Any:
     return int | None if bool in options and int in options else annotation
 
 
-def _shown(setting: Setting) -> str:
-    default = setting.default
-    return ",".join(f"{item:g}" for item in default) if isinstance(default, tuple) else str(default)
+def _shown(default: Any) -> str:
+    """A default behind the meaning; what None does is part of the meaning."""
+    if default is None:
+        return ""
+    text = ",".join(f"{item:g}" for item in default) if isinstance(default, tuple) else str(default)
+    return f" ({text})"
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

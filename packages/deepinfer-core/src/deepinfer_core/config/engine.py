@@ -8,7 +8,7 @@
 
 A setting has the same flat name everywhere; the part that owns it is found by that name, so no two parts may share
 one. An argument wins over the environment; where the two disagree, `ResolvedSettings.notes` says so. Unknown names are
-refused.
+refused. The text beside a setting's type is what `--help` says about it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from deepinfer_core.config.checks import check_choice, check_flag, check_integer, shown
 from deepinfer_core.config.env import SETTING_OF_VARIABLE, read_variables, unknown_variables
@@ -54,10 +54,10 @@ _MAX_PATH_CHARS = 4_096
 class ParallelConfig:
     """How many devices share the work, by kind. One process is what is built: a larger size is refused."""
 
-    data_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    context_parallel_size: int = 1
-    engram_parallel_size: int = 1
+    data_parallel_size: Annotated[int, "groups that each serve their own requests"] = 1
+    expert_parallel_size: Annotated[int, "devices that share the experts"] = 1
+    context_parallel_size: Annotated[int, "devices that share a long prompt"] = 1
+    engram_parallel_size: Annotated[int, "devices that share the Engram tables"] = 1
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -70,10 +70,10 @@ class ParallelConfig:
 class ExpertBalanceConfig:
     """The expert load balancer: what it counts, and when it moves experts between devices."""
 
-    expert_count_window: int = 100  # steps whose counts are summed
-    expert_rearrangement_interval: int = 0  # steps between two rearrangements; 0 = never
-    num_extra_experts: int = 0  # replicas beyond one of each expert
-    expert_stat_interval: int = 128  # steps between two reports
+    expert_count_window: Annotated[int, "steps whose counts are summed"] = 100
+    expert_rearrangement_interval: Annotated[int, "steps between two rearrangements, 0 = never"] = 0
+    num_extra_experts: Annotated[int, "replicas beyond one of each expert"] = 0
+    expert_stat_interval: Annotated[int, "steps between two reports"] = 128
 
     def __post_init__(self) -> None:
         check_integer("expert_count_window", self.expert_count_window, 1, 2**24, ConfigError)
@@ -91,22 +91,20 @@ class ExpertBalanceConfig:
 class EngineConfig:
     """All settings of one engine. Raises ConfigError for a value out of range and for values that contradict."""
 
-    model: str | None = None  # a folder, a name on the hub, or "tiny"; None = chosen by checkpoint.resolve
-    tokenizer: str | None = None  # folder or file of tokenizer.json; None = the model's
-    revision: str | None = None  # of a model on the hub
-    accelerator: Accelerator | None = None  # None = the one that is there, else cpu
-    dtype: ModelDtype | None = None  # of weights and activations; None = float32 on cpu, bfloat16 elsewhere
-    seed: int | None = (
-        0  # requests without a seed get one from it and their arrival number; None = from the operating system
-    )
-    deterministic: bool = True  # a request's tokens do not depend on load, cache state or drafts
-    batch_invariant: bool = False  # refuse to start with a kernel that does not promise batch invariance
-    logprobs_mode: LogprobsMode = "raw"  # "processed" = of the logits after penalties, temperature and filters
-    enforce_eager: bool = False  # no captured graphs
-    cpu_kernels: CpuKernels = "auto"  # "native" = an error where they can't be compiled; "reference" = plain torch
-    jit_cache_dir: str | None = None  # where compiled kernels are kept; None = the user's cache folder
-    engram_storage: EngramStorage = "memory"  # where Engram tables live
-    quiet: bool = False  # no table of settings and no progress bars
+    model: Annotated[str | None, "a folder, a name on the hub, or 'tiny'; None = chosen by the device"] = None
+    tokenizer: Annotated[str | None, "folder or file of tokenizer.json; None = the model's"] = None
+    revision: Annotated[str | None, "of a model on the hub"] = None
+    accelerator: Annotated[Accelerator | None, "None = the one that can run here, else the CPU"] = None
+    dtype: Annotated[ModelDtype | None, "of activations; None = float32 on a CPU, bfloat16 elsewhere"] = None
+    seed: Annotated[int | None, "of requests without one; None = from the operating system"] = 0
+    deterministic: Annotated[bool, "tokens do not depend on load, cache state or drafts"] = True
+    batch_invariant: Annotated[bool, "refuse to start with an operation that does not promise batch invariance"] = False
+    logprobs_mode: Annotated[LogprobsMode, "of the model's logits, or after penalties, temperature and filters"] = "raw"
+    enforce_eager: Annotated[bool, "no captured graphs"] = False
+    cpu_kernels: Annotated[CpuKernels, "auto = compiled C kernels where a compiler is, native = always"] = "auto"
+    jit_cache_dir: Annotated[str | None, "where compiled kernels are kept; None = the user's cache folder"] = None
+    engram_storage: Annotated[EngramStorage, "where Engram tables live"] = "memory"
+    quiet: Annotated[bool, "no table of settings, no progress bars"] = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -163,12 +161,13 @@ _ALIASES: Mapping[str, str] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One leaf of the tree: its flat name, the part that owns it ("" = EngineConfig itself), its type and default."""
+    """One leaf of the tree: its flat name, the part that owns it ("" = EngineConfig itself), type, default, meaning."""
 
     name: str
     part: str
     annotation: Any
     default: Any
+    meaning: str  # for --help
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -184,7 +183,7 @@ def all_settings() -> Mapping[str, Setting]:
     """Every setting by its flat name, in the order of the tree."""
     found: dict[str, Setting] = {}
     for part, owner in [("", EngineConfig), *((part, _part_class(part)) for part in _PARTS)]:
-        hints = typing.get_type_hints(owner)
+        hints = typing.get_type_hints(owner, include_extras=True)
         for spec in dataclasses.fields(owner):
             if part == "" and spec.name in _PARTS:
                 continue
@@ -192,7 +191,8 @@ def all_settings() -> Mapping[str, Setting]:
                 raise ConfigError(
                     f"the setting {spec.name} exists in {part} and {found[spec.name].part or 'EngineConfig'}"
                 )
-            found[spec.name] = Setting(spec.name, part, hints[spec.name], spec.default)
+            annotation, meaning = typing.get_args(hints[spec.name])  # of Annotated
+            found[spec.name] = Setting(spec.name, part, annotation, spec.default, meaning)
     return MappingProxyType(found)
 
 

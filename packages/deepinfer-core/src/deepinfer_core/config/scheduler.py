@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from string import hexdigits
-from typing import Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from deepinfer_core.config.checks import check_choice, check_flag, check_integer, check_number, shown
 from deepinfer_core.errors import ConfigError
@@ -56,13 +56,13 @@ _DECODER_PREFILL: Final[dict[str, DecoderPrefill]] = {
 class SchedulerConfig:
     """How many requests and rows a step may hold, and who goes first."""
 
-    max_num_seqs: int = 256  # requests that hold a slot at once
-    max_num_batched_tokens: int = 8192  # rows of one step
-    max_model_len: int | None = None  # prompt + output of one request; None = the checkpoint's limit
-    max_prefill_chunk_tokens: int | None = None  # rows of one prompt in one step; None = whatever the step has left
-    max_num_waiting: int = 100_000  # requests in the queue; one more is refused with QueueFullError
-    priority_head_start: int = 10_000  # arrivals that one level of priority may overtake
-    overlap: bool = True  # plan step N + 1 while step N runs
+    max_num_seqs: Annotated[int, "requests that run at once"] = 256
+    max_num_batched_tokens: Annotated[int, "rows of one step"] = 8192
+    max_model_len: Annotated[int | None, "tokens of a request, prompt and answer; None = the checkpoint's limit"] = None
+    max_prefill_chunk_tokens: Annotated[int | None, "rows of one prompt in one step; None = all that are left"] = None
+    max_num_waiting: Annotated[int, "requests in the queue; one more is refused"] = 100_000
+    priority_head_start: Annotated[int, "arrivals that one level of priority may overtake"] = 10_000
+    overlap: Annotated[bool, "plan the next step while this one runs"] = True
 
     def __post_init__(self) -> None:
         _integer("max_num_seqs", self.max_num_seqs, 1, 65_536)
@@ -83,12 +83,12 @@ class SchedulerConfig:
 class CacheConfig:
     """Size of the paged cache, what of a prompt is computed, and what is reused."""
 
-    num_blocks: int | None = None  # blocks of BLOCK_TOKENS positions; None = what the memory plan leaves
-    memory_fraction: float = 0.9  # of device memory, for weights and cache together, where num_blocks is None
-    decoder_prefill: DecoderPrefill = "compact"  # aliases: "bounded" = compact, "off" = full
-    keep_tokens: int | None = None  # rows that "compact" and "mask" keep; None = default_keep_tokens()
-    prefix_replay: PrefixReplay | None = None  # None = exact where answers must repeat (deterministic), else bounded
-    prefix_salt: str | None = None  # secret of the prefix index, 32 to 128 hex digits; None = random
+    num_blocks: Annotated[int | None, "cache blocks of 128 tokens; None = what memory allows"] = None
+    memory_fraction: Annotated[float, "of device memory, for weights and cache"] = 0.9
+    decoder_prefill: Annotated[DecoderPrefill, "rows of a prompt that the decoder half computes"] = "compact"
+    keep_tokens: Annotated[int | None, "rows that compact and mask keep; None = window + 2 x (draft block + 1)"] = None
+    prefix_replay: Annotated[PrefixReplay | None, "after a prefix hit; None = exact if deterministic"] = None
+    prefix_salt: Annotated[str | None, "secret of the prefix index, 32 to 128 hex digits; None = random"] = None
 
     def __post_init__(self) -> None:
         _optional("num_blocks", self.num_blocks, 1, _MAX_BLOCKS)
@@ -106,11 +106,11 @@ class CacheConfig:
 class SpeculationConfig:
     """DSpark: how many drafts, how many of them are verified, and how."""
 
-    num_drafts: int = 5  # 0 = no speculation
-    draft_schedule: DraftSchedule = "scheduled"  # fixed = always verify all of them
-    verification: Verification = "coupled"
-    confidence_temperatures: tuple[float, ...] = (1.0,)  # one for all positions, or one each
-    max_backtracking_tokens: int | None = None  # None = num_drafts + 1
+    num_drafts: Annotated[int, "drafted tokens a step, 0 = no speculation"] = 5
+    draft_schedule: Annotated[DraftSchedule, "verify all drafts (fixed), or those that pay (scheduled)"] = "scheduled"
+    verification: Annotated[Verification, "ratio accepts a little more, but does not repeat under load"] = "coupled"
+    confidence_temperatures: Annotated[tuple[float, ...], "calibrates confidences: one, or one a draft"] = (1.0,)
+    max_backtracking_tokens: Annotated[int | None, "how far a step may fall back; None = num_drafts + 1"] = None
 
     def __post_init__(self) -> None:
         _integer("num_drafts", self.num_drafts, 0, _MAX_DRAFTS)

@@ -7,12 +7,17 @@ import platform
 import torch
 
 from deepinfer_core.kernels.contract import Capability
-from deepinfer_core.kernels.registry import provider_statuses
+from deepinfer_core.kernels.registry import native_status, provider_statuses
 
 
 def rows() -> list[tuple[str, str, str]]:
     """(where, runs here, with what or why not), the CPU first, then every installed kernel package."""
-    table = [("cpu", "yes", f"reference operations in torch {torch.__version__} on {platform.machine()}")]
+    native = native_status().result
+    if isinstance(native, Capability):
+        kernels = f"C kernels, {native.summary}"
+    else:
+        kernels = f"torch alone, several times slower, since {native.reason}"
+    table = [("cpu", "yes", f"{kernels}; torch {torch.__version__} on {platform.machine()}")]
     for status in provider_statuses():
         if isinstance(status.result, Capability):
             table.append((status.name, "yes", status.result.summary))

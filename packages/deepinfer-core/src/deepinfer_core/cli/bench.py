@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -185,4 +186,5 @@ def _shown(value: float | None) -> str:
 def _machine() -> str:
     import torch  # after the arguments have been found good
 
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"

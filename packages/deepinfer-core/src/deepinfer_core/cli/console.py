@@ -22,7 +22,9 @@ def console(*, stderr: bool = False) -> Console:
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of plain text: brackets in a cell are no markup."""
-    table = Table(*columns, title=title or None)
+    table = Table(title=title or None)
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a long path goes on in the next line, never into an ellipsis
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -166,8 +166,10 @@ def _kernels() -> Iterator[Finding]:
             yield Finding(f"kernels: {status.name}", "note", "cannot run here", status.result.reason)
         else:
             yield Finding(f"kernels: {status.name}", "ok", status.result.summary)
-    choice = choose_provider(read_text("DEEPINFER_ACCELERATOR"), statuses)
-    yield Finding("device in use", "ok", f"{choice.name} on {choice.device}: {choice.reason}")
+    requested = read_text("DEEPINFER_ACCELERATOR")
+    choice = choose_provider(requested, statuses)
+    why = "no accelerator can run here" if choice.provider is None and requested is None else choice.reason
+    yield Finding("device in use", "ok", f"{choice.name}: {why}")
 
 
 def _variables() -> Iterator[Finding]:

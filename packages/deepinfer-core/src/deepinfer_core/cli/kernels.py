@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     installed = [(name, "yes" if runs else "no", detail) for name, runs, detail in providers]
     out.print(table_of("Kernel packages", ("package", "runs here", "with, or why not"), installed))
-    out.print(f"Used: {choice.name} on {choice.device} ({choice.reason}).", markup=False, highlight=False)
+    out.print(f"Used: {'the CPU' if choice.provider is None else choice.name}.", markup=False, highlight=False)
     operations = [(source.op, source.provider, source.reason) for source in sources]
     out.print(table_of("Operations", ("operation", "from", "why"), operations))
     return 0

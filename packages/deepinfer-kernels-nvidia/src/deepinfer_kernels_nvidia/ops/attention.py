@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
+from deepinfer_kernels_nvidia.ops.fp4 import HALF_BIAS, half_of_code
 
 __all__ = ["TILE", "KeyLists", "attend", "plan_keys"]
 
@@ -30,7 +31,6 @@ _THREADS = 256
 _CHUNK = 8  # values that a thread dequantises at a time: one 16-byte store
 _LOG2_E = 1.4426950408889634
 _FAR_BELOW = -1e30  # a finite start of the running maximum: exp2 of a difference with it is 0 or 1, never NaN
-_HALF_BIAS = 2.0**14  # an e2m1 code moved into a half's exponent field is worth this much less
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,11 @@ def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
                     for j in T.Parallel(TILE):
                         index[j] = entry_list[row, t, j]
                     for i in T.unroll(units):
-                        scale = T.cast(scales[i], "float32") * _HALF_BIAS
+                        scale = T.cast(scales[i], "float32") * HALF_BIAS
                         for v in T.vectorized(_CHUNK):
                             code = words[i] >> (v * 4)
-                            half = T.reinterpret(T.cast(((code & 7) << 9) | ((code & 8) << 12), "uint16"), "float16")
                             keys[(i * _THREADS + thread) // chunks, (i * _THREADS + thread) % chunks * _CHUNK + v] = (
-                                T.cast(half, "float32") * scale
+                                T.cast(half_of_code(code), "float32") * scale
                             )
                     fetch_entries(entry_word, entry_e4m3, entry_list, entry_used, row, t + 1, thread, words, scales)
                     add_tile(

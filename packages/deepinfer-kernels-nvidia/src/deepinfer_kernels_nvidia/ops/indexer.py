@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
+from deepinfer_kernels_nvidia.ops.fp4 import HALF_BIAS, half_of_code
 
 __all__ = ["IndexBlocks", "index_scores", "plan_index"]
 
@@ -26,7 +27,6 @@ _PART = 64  # of these columns, in one product: as many as keep two blocks of th
 _RUN = 8  # cache blocks that one block of threads walks, for one load of its queries
 _THREADS = 256
 _CHUNK = 8  # values that a thread dequantises at a time
-_HALF_BIAS = 2.0**14  # an e2m1 code moved into a half's exponent field is worth this much less
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,52 @@ def index_scores_program(heads: int, dim: int, entries: int, weight_dtype: str, 
     chunks = dim // _CHUNK
     units = entries * chunks // _THREADS
 
+    in_part = _PART // heads  # rows of a product
+
+    @T.macro
+    def find_passes(blocks, first_row, run, sight, block_of, leads):
+        for step, g in T.Parallel(_RUN, group):
+            b = T.min(run * _RUN + step, num_blocks - 1)
+            block_of[step, g] = blocks[T.min(first_row + g, rows - 1), b]
+        for step, g in T.Parallel(_RUN, group):
+            seen = (run * _RUN + step) * entries < sight[g]
+            leads[step, g] = T.if_then_else(seen and block_of[step, g] >= 0, 1, 0)
+            for other in T.serial(g):
+                hidden = (run * _RUN + step) * entries >= sight[other]
+                leads[step, g] = T.if_then_else(hidden or block_of[step, other] != block_of[step, g], leads[step, g], 0)
+
+    @T.macro
+    def dequantise(cache, block, keys, codes, powers, value):
+        thread = T.get_thread_binding()
+        for i in T.unroll(units):  # all loads before the first store
+            unit = i * _THREADS + thread
+            place = block * entries + unit // chunks
+            for v in T.vectorized(_CHUNK // 2):
+                codes[i, v] = cache[place, unit % chunks * (_CHUNK // 2) + v]
+            powers[i] = cache[place, dim // 2 + unit % chunks * _CHUNK // 32]
+        for i in T.unroll(units):
+            power = T.reinterpret(T.cast(powers[i], "int32") << 23, "float32")
+            for v in T.unroll(_CHUNK):
+                code = T.cast(codes[i, v // 2], "int32") >> (v % 2 * 4)
+                value[v] = T.cast(half_of_code(code), "float32") * HALF_BIAS * power
+            unit = i * _THREADS + thread
+            for v in T.vectorized(_CHUNK):
+                keys[unit // chunks, unit % chunks * _CHUNK + v] = value[v]
+
+    @T.macro
+    def score_part(half_group, keys, queries, weight, dots, weighted, score):
+        T.gemm(
+            keys,
+            queries[half_group * _PART : (half_group + 1) * _PART, :],
+            dots,
+            transpose_B=True,
+            policy=T.GemmWarpPolicy.FullRow,
+            clear_accum=True,
+        )
+        for j, r, h in T.Parallel(entries, in_part, heads):
+            weighted[j, r, h] = T.max(dots[j, r * heads + h], 0.0) * weight[half_group * _PART + r * heads + h]
+        T.reduce_sum(weighted, score, dim=2)
+
     @T.prim_func
     def index_scores(
         iq: T.Tensor((rows, heads, dim), "bfloat16"),
@@ -67,12 +113,12 @@ def index_scores_program(heads: int, dim: int, entries: int, weight_dtype: str, 
             block_of = T.alloc_shared((_RUN, group), "int32")
             leads = T.alloc_shared((_RUN, group), "int32")  # 1: the first row with this block, where a pass is made
             dots = T.alloc_fragment((entries, _PART), "float32")
-            weighted = T.alloc_fragment((entries, _PART // heads, heads), "float32")
-            score = T.alloc_fragment((entries, _PART // heads), "float32")
+            weighted = T.alloc_fragment((entries, in_part, heads), "float32")
+            score = T.alloc_fragment((entries, in_part), "float32")
             codes = T.alloc_local((units, _CHUNK // 2), "uint8")
             powers = T.alloc_local((units,), "uint8")
             value = T.alloc_local((_CHUNK,), "float32")
-            first_row, thread = part * group, T.get_thread_binding()
+            first_row = part * group
             for c, d in T.Parallel(COLUMNS, dim):
                 row = first_row + c // heads
                 queries[c, d] = T.if_then_else(row < rows, iq[T.min(row, rows - 1), c % heads, d], T.bfloat16(0))
@@ -81,17 +127,7 @@ def index_scores_program(heads: int, dim: int, entries: int, weight_dtype: str, 
                 weight[c] = T.cast(weights[row, c % heads], "float32")
             for g in T.Parallel(group):
                 sight[g] = T.if_then_else(first_row + g < rows, num_visible[T.min(first_row + g, rows - 1)], 0)
-            for step, g in T.Parallel(_RUN, group):
-                b = T.min(run * _RUN + step, num_blocks - 1)
-                block_of[step, g] = blocks[T.min(first_row + g, rows - 1), b]
-            for step, g in T.Parallel(_RUN, group):
-                seen = (run * _RUN + step) * entries < sight[g]
-                leads[step, g] = T.if_then_else(seen and block_of[step, g] >= 0, 1, 0)
-                for other in T.serial(g):
-                    hidden = (run * _RUN + step) * entries >= sight[other]
-                    leads[step, g] = T.if_then_else(
-                        hidden or block_of[step, other] != block_of[step, g], leads[step, g], 0
-                    )
+            find_passes(blocks, first_row, run, sight, block_of, leads)
             for step in T.serial(T.min(_RUN, num_blocks - run * _RUN)):
                 b = run * _RUN + step
                 for g, j in T.Parallel(group, entries):
@@ -100,39 +136,11 @@ def index_scores_program(heads: int, dim: int, entries: int, weight_dtype: str, 
                 for g in T.serial(group):
                     if leads[step, g] > 0:
                         block = block_of[step, g]
-                        for i in T.unroll(units):  # all loads before the first store
-                            unit = i * _THREADS + thread
-                            place = block * entries + unit // chunks
-                            for v in T.vectorized(_CHUNK // 2):
-                                codes[i, v] = cache[place, unit % chunks * (_CHUNK // 2) + v]
-                            powers[i] = cache[place, dim // 2 + unit % chunks * _CHUNK // 32]
-                        for i in T.unroll(units):
-                            power = T.reinterpret(T.cast(powers[i], "int32") << 23, "float32")
-                            for v in T.unroll(_CHUNK):
-                                code = T.cast(codes[i, v // 2], "int32") >> (v % 2 * 4)
-                                half = T.reinterpret(
-                                    T.cast(((code & 7) << 9) | ((code & 8) << 12), "uint16"), "float16"
-                                )
-                                value[v] = T.cast(half, "float32") * _HALF_BIAS * power
-                            unit = i * _THREADS + thread
-                            for v in T.vectorized(_CHUNK):
-                                keys[unit // chunks, unit % chunks * _CHUNK + v] = value[v]
+                        dequantise(cache, block, keys, codes, powers, value)
                         for half_group in T.serial(COLUMNS // _PART):
-                            T.gemm(
-                                keys,
-                                queries[half_group * _PART : (half_group + 1) * _PART, :],
-                                dots,
-                                transpose_B=True,
-                                policy=T.GemmWarpPolicy.FullRow,
-                                clear_accum=True,
-                            )
-                            for j, r, h in T.Parallel(entries, _PART // heads, heads):
-                                weighted[j, r, h] = (
-                                    T.max(dots[j, r * heads + h], 0.0) * weight[half_group * _PART + r * heads + h]
-                                )
-                            T.reduce_sum(weighted, score, dim=2)
-                            for j, r in T.Parallel(entries, _PART // heads):
-                                member = half_group * (_PART // heads) + r
+                            score_part(half_group, keys, queries, weight, dots, weighted, score)
+                            for j, r in T.Parallel(entries, in_part):
+                                member = half_group * (in_part) + r
                                 entry = b * entries + j
                                 if block_of[step, member] == block and entry < sight[member]:
                                     if with_candidates:

@@ -18,8 +18,12 @@ _MAX_SHOWN_CHARS = 80
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, cut to a length that fits an error message."""
-    text = repr(value)
+    """`repr(value)`, cut to a length that fits an error message; what it is where it has no such text."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python writes, or an object whose own repr fails
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"<{type(value).__name__}{size}>"
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
@@ -34,7 +38,10 @@ def check_number(
     name: str, value: Any, low: float, high: float, error: type[DeepInferError], *, above_low: bool = False
 ) -> float:
     """`value` as a finite float of [low, high], of (low, high] with `above_low`, else `error`."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.nan
     if not (low < number <= high if above_low else low <= number <= high):
         wanted = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
         raise error(f"{name} is {shown(value)}; it must be a number {wanted}")

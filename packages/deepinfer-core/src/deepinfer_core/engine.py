@@ -28,6 +28,7 @@ from deepinfer_core.errors import DeepInferError, EngineError, RequestError
 from deepinfer_core.outputs import Chunk, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
 from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.scheduling.scheduler import check_order
 from deepinfer_core.text import Tokenizer
 
 __all__ = ["Engine", "RequestStream"]
@@ -41,7 +42,7 @@ type _Abort = Callable[[PreparedRequest], None]
 class RequestStream(AsyncIterator[Chunk]):
     """The pieces of one request: `ready`, `text` .., `finish` once an answer; then it ends. See outputs/chunks.py."""
 
-    def __init__(self, request: PreparedRequest, pieces: asyncio.Queue[_Piece], abort: _Abort) -> None:
+    def __init__(self, request: PreparedRequest, pieces: asyncio.Queue[_Piece | None], abort: _Abort) -> None:
         self._request, self._pieces = request, pieces
         self._open_answers = request.params.n
         self._abort = weakref.finalize(self, abort, request)  # also when the last reference to the stream goes
@@ -63,6 +64,9 @@ class RequestStream(AsyncIterator[Chunk]):
         except asyncio.CancelledError:
             await self.aclose()
             raise
+        if piece is None or self._open_answers == 0:  # over since this reader began to wait
+            self._end()
+            raise StopAsyncIteration
         if isinstance(piece, DeepInferError):
             await self.aclose()
             raise piece
@@ -70,12 +74,18 @@ class RequestStream(AsyncIterator[Chunk]):
             self._open_answers -= 1
             if self._open_answers == 0:
                 self._abort.detach()
+                self._end()
         return piece
 
     async def aclose(self) -> None:
         """Abort the request if it still runs; its blocks are free after the next step."""
-        self._open_answers = 0
+        self._end()
         self._abort()
+
+    def _end(self) -> None:
+        """Nothing follows. Wakes one reader that still waits; that one comes here too and wakes the next."""
+        self._open_answers = 0
+        self._pieces.put_nowait(None)
 
 
 class Engine:
@@ -92,7 +102,9 @@ class Engine:
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._open: dict[int, _Put] = {}  # by id of the request; the engine thread's
-        self._error: EngineError | None = None
+        self._error: EngineError | None = None  # why nothing runs any more
+        self._has_ended = False  # the engine thread takes no more commands
+        self._lock = threading.RLock()  # of _has_ended; a finalizer may come here in the middle of it
         self._thread = threading.Thread(target=self._work, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -123,14 +135,16 @@ class Engine:
         """
         if self._error is not None or not self._thread.is_alive():
             raise self._error or EngineError("the engine is closed; make a new one")
-        request = self._factory.prepare(prompt, sampling_params or SamplingParams(), parse_special=parse_special)
+        check_order(priority, tenant_salt)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self._factory.prepare(prompt, params, parse_special=parse_special)
+        pieces: asyncio.Queue[_Piece | None] = asyncio.Queue()
+        put = _threadsafe_put(_running_loop(), pieces)
         self._factory.start(request)
-        pieces: asyncio.Queue[_Piece] = asyncio.Queue()
-        put = _threadsafe_put(asyncio.get_running_loop(), pieces)
         request.stream_to(put)
 
         def submit(_: object = None) -> None:
-            self._commands.put(lambda: self._submit(request, put, priority, tenant_salt))
+            self._tell(lambda: self._submit(request, put, priority, tenant_salt))
 
         if request.grammar is None:
             submit()
@@ -145,7 +159,7 @@ class Engine:
     async def close(self) -> None:
         """Abort what is open, finish the running step, end the thread. The engine cannot be used afterwards."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join)  # it answers what comes later, too: see _tell
         self._factory.close()
         self._engine.runner.close()
 
@@ -167,6 +181,20 @@ class Engine:
             self._error.__cause__ = error
             for put in self._open.values():
                 put(self._error)
+        with self._lock:
+            self._has_ended = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()  # with `_error` set, a request is only told why it does not run
+
+    def _tell(self, command: _Command) -> None:
+        """Hand `command` to the engine thread; when that has ended, carry it out here. From any thread."""
+        with self._lock:
+            if not self._has_ended:
+                self._commands.put(command)
+                return
+        command()
 
     def _obey(self) -> bool:
         """Carry out the commands that are there, or wait for one if nothing runs. False: close."""
@@ -187,12 +215,7 @@ class Engine:
             self._engine.scheduler.abort(number)
         while self._engine.loop.has_work or self._book.all_numbers():
             self._step()
-        closed = EngineError("the engine was closed before this request began")
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                self._error = closed
-                command()
+        self._error = EngineError("the engine is closed; make a new one")
 
     def _submit(self, request: PreparedRequest, put: _Put, priority: int, tenant_salt: str) -> None:
         if self._error is not None:
@@ -202,6 +225,10 @@ class Engine:
             self._book.submit(request, priority=priority, tenant_salt=tenant_salt)
         except RequestError as error:
             put(error)
+        except Exception as error:  # costs this request alone
+            failure = EngineError(f"the request could not be queued: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            put(failure)
         else:
             self._open[id(request)] = put
 
@@ -212,10 +239,17 @@ class Engine:
             for number in self._book.open_numbers(request):
                 self._engine.scheduler.abort(number)
 
-        self._commands.put(command)
+        self._tell(command)
 
 
-def _threadsafe_put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[_Piece]) -> _Put:
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise EngineError("no asyncio loop runs in this thread; call add_request in the one that reads") from error
+
+
+def _threadsafe_put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[_Piece | None]) -> _Put:
     def put(piece: _Piece) -> None:
         # A loop that was closed meanwhile has no reader left.
         with suppress(RuntimeError):

@@ -12,10 +12,12 @@ call (design.md 6). The seed of every answer is in its output.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -34,9 +36,17 @@ from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
 from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.text import Tokenizer
 
 __all__ = ["LLM"]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One `generate` or one stream: how many of its requests are not finished."""
+
+    num_open: int
 
 
 class LLM:
@@ -60,8 +70,11 @@ class LLM:
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._codec: ChatCodec | None = None  # made when the first chat begins
-        self._lock = threading.RLock()  # the scheduler is one thread's; calls of other threads wait for their turn
+        self._lock = threading.Lock()  # held for a step: calls of several threads share the engine, a step in turn
+        self._call_of: dict[PreparedRequest, _Call] = {}
+        self._dropped: deque[PreparedRequest] = deque()  # nobody waits for them any more; see _abort
         self._closed = False
+        self._process_id = os.getpid()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,8 +117,8 @@ class LLM:
         if multi_modal_data is not None:
             raise RequestError("multi_modal_data is given; this version reads text only")
         requests = self._requests(_prompt_list(prompts, prompt_token_ids), sampling_params, parse_special)
-        with self._submitted(requests):
-            self._run(requests, use_tqdm and not self.config.quiet)
+        with self._submitted(requests) as call:
+            self._run(call, use_tqdm and not self.config.quiet)
         return [request.output for request in requests]
 
     def stream(
@@ -151,7 +164,7 @@ class LLM:
         return (event.to_dict() for event in codec.events(prompt, self._stream(request)))
 
     def close(self) -> None:
-        """End the worker threads. The object cannot generate afterwards."""
+        """End the worker threads. The object cannot generate afterwards; calls that run in other threads raise."""
         with self._lock:
             self._closed = True
             self._factory.close()
@@ -184,8 +197,9 @@ class LLM:
             except RequestError as error:
                 error.add_note(f"in prompt {index} of {len(prompts)}")
                 raise
-        for request in requests:
-            self._factory.start(request)
+        with self._lock:  # the numbers of one call follow each other
+            for request in requests:
+                self._factory.start(request)
         return requests
 
     # ---- work -------------------------------------------------------------------------------------------------------
@@ -193,9 +207,10 @@ class LLM:
     def _stream(self, request: PreparedRequest) -> Generator[Chunk]:
         pieces: deque[Chunk] = deque()
         request.stream_to(pieces.append)
-        with self._submitted([request]):
-            while not request.output.finished:
-                self._book.distribute(self._engine.loop.step())
+        with self._submitted([request]) as call:
+            while pieces or call.num_open:
+                if not pieces:
+                    self._step(call)
                 while pieces:
                     yield pieces.popleft()
 
@@ -212,37 +227,71 @@ class LLM:
         return self._codec, self._codec.prepare(body | dict(fields), params)
 
     @contextmanager
-    def _submitted(self, requests: list[PreparedRequest]) -> Generator[None]:
+    def _submitted(self, requests: list[PreparedRequest]) -> Generator[_Call]:
         """Queue them; whatever is unfinished at the end (an error, Ctrl-C, a closed stream) is aborted."""
-        with self._lock:
-            if self._closed:
-                raise EngineError("this LLM is closed; make a new one")
-            try:
+        call = _Call(len(requests))
+        try:
+            with self._lock:
+                self._check_usable()
                 for request in requests:
+                    self._call_of[request] = call
                     self._book.submit(request)
-                yield
-            finally:
-                self._abort(requests)
+            yield call
+        finally:
+            self._abort(requests)
+
+    def _step(self, call: _Call) -> int:
+        """A step for the requests of all threads, unless others have finished this call. Tokens that it brought."""
+        with self._lock:
+            self._check_usable()
+            self._drop()
+            if not call.num_open:
+                return 0
+            outputs = self._engine.loop.step()
+            self._distribute(outputs)
+            return int(outputs.num_tokens.sum())
+
+    def _distribute(self, outputs: StepOutputs) -> None:
+        for request in self._book.distribute(outputs):
+            call = self._call_of.pop(request, None)
+            if call is not None:
+                call.num_open -= 1
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed; make a new one")
+        if os.getpid() != self._process_id:
+            raise EngineError("this LLM was made before a fork, which its threads did not survive; make one here")
 
     def _abort(self, requests: list[PreparedRequest]) -> None:
-        engine = self._engine
-        open_numbers = [number for request in requests for number in self._book.open_numbers(request)]
-        for number in open_numbers:
-            engine.scheduler.abort(number)
-        while any(self._book.open_numbers(request) for request in requests) and engine.loop.has_work:
-            self._book.distribute(engine.loop.step())
-        self._book.distribute(engine.scheduler.take_finished())
+        """End what is unfinished of them. A stream may be closed by the garbage collector in the middle of a step of
+        the same thread: whoever holds the lock then does it, before the next step or after this one.
+        """
+        self._dropped.extend(requests)
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._drop()
+            finally:
+                self._lock.release()
 
-    def _run(self, requests: list[PreparedRequest], show_progress: bool) -> None:
-        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show_progress) as bar:
+    def _drop(self) -> None:
+        engine = self._engine
+        while self._dropped:
+            request = self._dropped.popleft()
+            self._call_of.pop(request, None)
+            for number in self._book.open_numbers(request):
+                engine.scheduler.abort(number)
+        self._distribute(engine.scheduler.take_finished())
+        while engine.loop.has_work and engine.scheduler.num_unfinished == 0:  # a step was launched for them
+            self._distribute(engine.loop.step())
+
+    def _run(self, call: _Call, show_progress: bool) -> None:
+        with tqdm(total=call.num_open, desc="Generating", unit="prompt", disable=not show_progress) as bar:
             num_tokens = 0
-            pending = {id(request) for request in requests}
-            while pending:
-                outputs = self._engine.loop.step()
-                num_tokens += int(outputs.num_tokens.sum())
-                complete = pending.intersection(map(id, self._book.distribute(outputs)))
-                pending -= complete
-                bar.update(len(complete))
+            while call.num_open:
+                num_before = call.num_open
+                num_tokens += self._step(call)
+                bar.update(num_before - call.num_open)
                 seconds = float(bar.format_dict["elapsed"])
                 if show_progress and seconds > 0:
                     bar.set_postfix_str(f"{num_tokens / seconds:.0f} tokens/s", refresh=False)

@@ -7,8 +7,10 @@ AnswerBook.distribute(step outputs)                            tokens, logprobs 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +32,11 @@ __all__ = ["AnswerBook", "ChunkSink", "PreparedRequest", "Prompt", "RequestFacto
 type Prompt = str | Sequence[int] | Mapping[str, Any]
 type ChunkSink = Callable[[Chunk], None]
 
+_log = logging.getLogger(__name__)
+_COLLAPSED = (
+    "hardly any draft is accepted: answers are right, but not faster than without drafts. The drafter was probably "
+    "trained for other weights; take the checkpoint's own, or num_drafts=0"
+)
 _FULL_PREFILL_NOTE = "prompt_logprobs: the whole prompt was computed through all layers, and no cached prefix was used"
 
 
@@ -40,6 +47,7 @@ class PreparedRequest:
         self._tokenizer, self.token_ids, self.params = tokenizer, token_ids, params
         self.output = RequestOutput("", text, token_ids, None)
         self.answers: list[Answer] = []
+        self.numbers: list[int] = []  # of its answers in the scheduler, once it is submitted
         self.sink: ChunkSink | None = None
         self.grammar: Future[CompiledGrammar] | None = None  # of params.structured, compiled in the background
         self._texts: list[ChunkText] = []
@@ -141,7 +149,7 @@ class RequestFactory:
     def __init__(self, engine: AssembledEngine, seed: int | None) -> None:
         self._engine, self._seed = engine, seed
         self._grammars = GrammarCompiler(engine.tokenizer)
-        self._num_requests = 0
+        self._arrivals = count()  # threads may share a factory: taking the next number is atomic
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, parse_special: bool = False) -> PreparedRequest:
         """Check one request and begin to compile its grammar. It has no name and no seed until `start`.
@@ -164,16 +172,18 @@ class RequestFactory:
         """Give it its arrival number and the seeds that follow from it."""
         request.output.sampling_params = request.params
         request.output.provenance = self._engine.provenance
-        seed = request_seed(request.params.seed, self._seed, self._num_requests)
-        request.start(str(self._num_requests), seed)
-        self._num_requests += 1
+        number = next(self._arrivals)
+        request.start(str(number), request_seed(request.params.seed, self._seed, number))
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
             if unknown or len(prompt) != 1:
                 raise RequestError(f"the prompt is {shown(prompt)}; give it one key, prompt or prompt_token_ids")
-            prompt = cast("Prompt", next(iter(prompt.values())))
+            ((key, value),) = prompt.items()
+            if isinstance(value, str) != (key == "prompt"):
+                raise RequestError(f"{key} is {shown(value)}; it must be a {'text' if key == 'prompt' else 'list'}")
+            prompt = cast("Prompt", value)
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
             if not prompt:
@@ -201,6 +211,7 @@ class AnswerBook:
 
     def __init__(self, scheduler: Scheduler, fingerprint: str) -> None:
         self._scheduler, self._fingerprint = scheduler, fingerprint
+        self._has_warned = False  # of a drafter that does not fit
         self._open: dict[int, tuple[PreparedRequest, Answer]] = {}
 
     def submit(self, request: PreparedRequest, *, priority: int = 0, tenant_salt: str = "") -> list[int]:
@@ -208,7 +219,7 @@ class AnswerBook:
 
         Waits for the request's grammar.
         """
-        numbers: list[int] = []
+        numbers = request.numbers
         try:
             for answer in request.answers:
                 constraint = request.constraint()
@@ -224,7 +235,7 @@ class AnswerBook:
                 )
                 numbers.append(number)
                 self._open[number] = (request, answer)
-        except RequestError:
+        except Exception:
             for number in numbers:
                 self._scheduler.abort(number)
                 del self._open[number]
@@ -252,6 +263,9 @@ class AnswerBook:
                 request.finish(answer, end)
                 if request.output.finished:
                     complete.append(request)
+        if complete and not self._has_warned and self._scheduler.speculation.meter.has_collapsed:
+            self._has_warned = True
+            _log.warning("%s", _COLLAPSED)
         return complete
 
     def all_numbers(self) -> list[int]:
@@ -260,7 +274,7 @@ class AnswerBook:
 
     def open_numbers(self, request: PreparedRequest) -> list[int]:
         """Numbers of the answers of `request` that still run."""
-        return [number for number, (owner, _) in self._open.items() if owner is request]
+        return [number for number in request.numbers if number in self._open]
 
 
 def _watch_all(watchers: list[TokenWatcher]) -> TokenWatcher | None:

@@ -42,7 +42,7 @@ from deepinfer_core.scheduling.stats import SchedulerStats
 if TYPE_CHECKING:
     from deepinfer_core.config.sampling import SamplingParams
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "check_order"]
 
 _MAX_PRIORITY = 1_000
 _MAX_TOKEN_ID = 2**31 - 1
@@ -116,12 +116,8 @@ class Scheduler:
         """
         self._life.queue.check_room()
         tokens = _prompt_array(prompt, self.max_model_len)
-        check_integer("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY, RequestError)
+        check_order(priority, tenant_salt)
         check_integer("seed", seed, 0, 2**64 - 1, RequestError)
-        if len(tenant_salt) > _MAX_SALT_CHARS:
-            raise RequestError(
-                f"the tenant salt has {len(tenant_salt)} characters; at most {_MAX_SALT_CHARS} are allowed"
-            )
         for name, array in (("content", content), ("identity", identity)):
             if array is not None and array.shape != tokens.shape:
                 raise RequestError(f"{name} has the shape {array.shape}; the prompt has {len(tokens)} tokens")
@@ -279,6 +275,15 @@ class Scheduler:
                 f"{len(self._flights)} plans are left"
             )
         self._ledger.pool.check_idle()
+
+
+def check_order(priority: int, tenant_salt: str) -> None:
+    """Raise RequestError for a priority or a tenant salt that `Scheduler.add` does not take."""
+    check_integer("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY, RequestError)
+    if not isinstance(tenant_salt, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- comes from the user
+        raise RequestError(f"the tenant salt is a {type(tenant_salt).__name__}; it must be a text")
+    if len(tenant_salt) > _MAX_SALT_CHARS:
+        raise RequestError(f"the tenant salt has {len(tenant_salt)} characters; at most {_MAX_SALT_CHARS} are allowed")
 
 
 def _check_reach(cost: CostModel, config: SchedulerConfig) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from deepinfer_core.cli.main import build_parser
 from deepinfer_core.config.engine import all_settings
 from deepinfer_core.config.env import SETTING_OF_VARIABLE
 from tests.workspace.conftest import ROOT
 
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/*.md")])
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+READMES = [ROOT / "README.md", *(ROOT / f"packages/{name}/README.md" for name in ("deepinfer-core", "deepseek-recipe"))]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -38,3 +43,25 @@ def test_the_documented_variables_are_those_that_are_read() -> None:
 def test_a_page_links_only_to_files_that_exist(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_example_of_a_readme_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
+    (snippet,) = SNIPPET.findall(page.read_text(encoding="utf-8"))
+    done = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_readme_links_to_every_page_of_the_documentation() -> None:
+    targets = set(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {f"docs/{page.name}" for page in ROOT.glob("docs/*.md")} <= targets
+
+
+def test_the_readme_names_every_command() -> None:
+    named = re.findall(r"^\| `deepinfer ([a-z]+)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    (commands,) = [action.choices for action in build_parser()._actions if action.dest == "command"]
+    assert commands is not None
+    assert set(named) == set(commands)

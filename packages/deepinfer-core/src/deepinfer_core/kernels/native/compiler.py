@@ -10,6 +10,7 @@ directory may be shared by unlike machines.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,8 @@ from pathlib import Path
 from deepinfer_core.errors import KernelError
 
 __all__ = ["Compiler", "build_library", "default_cache_dir", "find_compiler"]
+
+_log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "src"
 _PROGRAMS = ("cc", "gcc", "clang")
@@ -74,6 +77,7 @@ def build_library(cache_dir: Path, *, rebuild: bool = False) -> Path:
     library = cache_dir / f"native-{_key(compiler, flags)}.so"
     if library.exists() and not rebuild:
         return library
+    _log.info("compiling the native CPU kernels into %s; this takes a few seconds, once", library)
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir) as folder:

@@ -5,9 +5,9 @@
    The chain is the same whatever the blocking, so one row has one set of bits in every batch, and each shape can have
    the blocking that suits it:
 
-       one row       passes of 8 rows of w over a strip of columns: w streams through the core once, in order
-       several rows  ROW_TILE x 3 vectors of results in registers; w is packed into panels of 3 vectors if many rows
-                     share it, else read in place */
+       few rows    passes of 8 rows of w over a strip of columns, two rows of x at a time
+       more rows   ROW_TILE x 3 vectors of results in registers; w is packed into panels of 3 vectors if many rows share
+                   it, else read in place */
 #include "common.h"
 #include "simd.h"
 
@@ -15,7 +15,8 @@
 #define PANEL (PANEL_VECS * LANES)
 #define PACK_FROM_ROWS (3 * ROW_TILE)
 #define PANEL_K 128 /* 24 KB of panel and 4 KB of x stay in the first cache */
-#define STRIP 1024
+#define NARROW (4 * PANEL) /* up to here the rows of w are so short that panels read it in order as well */
+#define STRIP 512
 #define STREAMS 8
 
 /* ---- a tile of results ---- */
@@ -95,39 +96,57 @@ static void any_tile(int rows, int vecs, const float *x, int64_t x_row, int64_t 
     }
 }
 
-/* ---- one row ---- */
+/* ---- few rows ---- */
 
-/* Whole vectors of the columns n0 .. n0 + width - 1, STREAMS rows of w a pass. */
-static void one_strip(const float *x, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t K, int64_t width) {
-    memset(y, 0, (size_t)width * sizeof *y);
-    int64_t k = 0;
-    for (; k + STREAMS <= K; k += STREAMS) {
-        const float *rows = w + k * w_row;
-        vec inputs[STREAMS];
-        for (int s = 0; s < STREAMS; s++) inputs[s] = vec_all(x[(k + s) * x_k]);
-        for (int64_t n = 0; n < width; n += LANES) {
-            vec sum = vec_load(y + n);
-            for (int s = 0; s < STREAMS; s++) sum = vec_muladd(inputs[s], vec_load(rows + s * w_row + n), sum);
-            vec_store(y + n, sum);
+/* y[r, n] += sum over `streams` rows of w, for `rows` rows of x (both constants after inlining) and whole vectors of a
+   strip. With `ahead` the next rows of w are fetched meanwhile. */
+static inline __attribute__((always_inline)) void strip_step(const int rows, const int streams, const float *x,
+                                                             int64_t x_row, int64_t x_k, const float *w, int64_t w_row,
+                                                             float *y, int64_t y_row, int64_t width, int ahead) {
+    vec inputs[2][STREAMS];
+#pragma GCC unroll 2
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int s = 0; s < streams; s++) inputs[r][s] = vec_all(x[r * x_row + s * x_k]);
+    for (int64_t n = 0; n < width; n += LANES) {
+        vec sums[2];
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) sums[r] = vec_load(y + r * y_row + n);
+#pragma GCC unroll 8
+        for (int s = 0; s < streams; s++) {
+            vec weights = vec_load(w + s * w_row + n);
+            if (ahead) __builtin_prefetch(w + (s + streams) * w_row + n);
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) sums[r] = vec_muladd(inputs[r][s], weights, sums[r]);
         }
-    }
-    for (; k < K; k++) {
-        vec input = vec_all(x[k * x_k]);
-        for (int64_t n = 0; n < width; n += LANES)
-            vec_store(y + n, vec_muladd(input, vec_load(w + k * w_row + n), vec_load(y + n)));
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) vec_store(y + r * y_row + n, sums[r]);
     }
 }
 
-static void one_row(const float *x, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t K, int64_t N) {
-    int64_t whole = N / LANES * LANES, rest = N - whole;
-    for (int64_t n = 0; n < whole; n += STRIP)
-        one_strip(x, x_k, w + n, w_row, y + n, K, whole - n < STRIP ? whole - n : STRIP);
-    if (rest && whole) /* the last vector again, ending at the last column: columns in both have the same bits */
-        tile(1, 1, x, 0, x_k, w + N - LANES, w_row, y + N - LANES, 0, K, LANES, 0);
-    for (int64_t n = 0; n < rest && !whole; n++) {
-        float sum = 0.0f;
-        for (int64_t k = 0; k < K; k++) sum = muladd(x[k * x_k], w[k * w_row + n], sum);
-        y[n] = sum;
+/* Whole vectors of columns: w streams through the core once, in order, whatever its row length. */
+static void few_rows(const float *x, int64_t x_row, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t y_row,
+                     int64_t rows, int64_t K, int64_t N) {
+    for (int64_t n = 0; n < N; n += STRIP) {
+        int64_t width = N - n < STRIP ? N - n : STRIP;
+        for (int64_t r = 0; r < rows; r++) memset(y + r * y_row + n, 0, (size_t)width * sizeof *y);
+        for (int64_t k = 0; k < K;) {
+            int whole = k + STREAMS <= K, step = whole ? STREAMS : 1;
+            for (int64_t r = 0; r < rows; r += 2) {
+                const float *in = x + r * x_row + k * x_k, *from = w + k * w_row + n;
+                float *out = y + r * y_row + n;
+                int ahead = r == 0 && k + 2 * step <= K;
+                if (whole && r + 1 < rows)
+                    strip_step(2, STREAMS, in, x_row, x_k, from, w_row, out, y_row, width, ahead);
+                else if (whole)
+                    strip_step(1, STREAMS, in, x_row, x_k, from, w_row, out, y_row, width, ahead);
+                else if (r + 1 < rows)
+                    strip_step(2, 1, in, x_row, x_k, from, w_row, out, y_row, width, 0);
+                else
+                    strip_step(1, 1, in, x_row, x_k, from, w_row, out, y_row, width, 0);
+            }
+            k += step;
+        }
     }
 }
 
@@ -144,9 +163,12 @@ static void pack_panel(const float *w, int64_t w_row, int64_t K, int vecs, int l
 
 int gemm(const float *x, int64_t x_row, int64_t x_k, const float *w, int64_t w_row, float *y, int64_t y_row,
          int64_t rows, int64_t K, int64_t N) {
-    if (rows == 1) {
-        one_row(x, x_k, w, w_row, y, K, N);
-        return OK;
+    if (N >= LANES && (rows == 1 || (rows < PACK_FROM_ROWS && N > NARROW))) {
+        int64_t whole = N / LANES * LANES;
+        few_rows(x, x_row, x_k, w, w_row, y, y_row, rows, K, whole);
+        if (whole == N) return OK;
+        /* The last vector ends at the last column; columns that it shares with the one before get the same bits. */
+        return gemm(x, x_row, x_k, w + N - LANES, w_row, y + N - LANES, y_row, rows, K, LANES);
     }
     float *panel = scratch(SCRATCH_PANEL, PANEL_K * PANEL * sizeof *panel);
     if (!panel) return NO_MEMORY;

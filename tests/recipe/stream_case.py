@@ -6,13 +6,12 @@ import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
 from deepseek_recipe.bundled_tokenizers import load_v4_tokenizer
+from tests.recipe.vectors import load_cases
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "recipe"
 APIS = {
     "chat": (recipe.ChatCompletionRequest, recipe.ChatCompletionResponse),
     "responses": (recipe.ResponsesRequest, recipe.ResponsesResponse),
@@ -24,7 +23,7 @@ _CALL_ID = re.compile(r"(call_\d{2,}_(?:ET_)?)[A-Za-z0-9]{20}\d{4}")
 
 def cases(*groups: str) -> list[dict[str, Any]]:
     """The stream vectors of these groups, in order."""
-    return [case for group in groups for case in json.loads((FIXTURES / f"{group}.json").read_text())["cases"]]
+    return [case for group in groups for case in load_cases(group)]
 
 
 def normalized(text: str) -> str:

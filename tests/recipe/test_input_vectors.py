@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import deepseek_recipe as recipe
 from deepseek_recipe import protocol_data
 from deepseek_recipe.conversation_json import conversation_from_json, conversation_to_json
 from deepseek_recipe.rendering.base import PromptEncoding
+from tests.recipe.vectors import FIXTURES, load_cases
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "recipe"
 REQUESTS = {
     "chat": recipe.ChatCompletionRequest,
     "responses": recipe.ResponsesRequest,
@@ -24,7 +23,7 @@ ENCODINGS: dict[str, type[PromptEncoding]] = {"v4": recipe.DeepseekV4Encoding, "
 
 
 def cases(*groups: str) -> list[Any]:
-    found = [case for group in groups for case in json.loads((FIXTURES / f"{group}.json").read_text())["cases"]]
+    found = [case for group in groups for case in load_cases(group)]
     return [pytest.param(case["input"], case["expected"], id=case["id"]) for case in found]
 
 
@@ -96,7 +95,7 @@ def test_a_conversation_encodes_as_in_the_official_codec(
 
 
 def number_cases(kind: str) -> list[Any]:
-    found = json.loads((FIXTURES / "numbers.json").read_text())["cases"]
+    found = load_cases("numbers")
     return [pytest.param(c["input"], c["expected"], id=c["id"]) for c in found if c["kind"] == kind]
 
 

@@ -86,6 +86,16 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path: 
         compiler.build_library(tmp_path / "file" / "cache")
 
 
+def test_a_user_without_a_home_folder_runs_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("DEEPINFER_JIT_CACHE_DIR", raising=False)
+    _, sources = build_kernels(CPU, small_config(), torch.float32)
+    assert all(source.provider == "reference" and "no home folder" in source.reason for source in sources)
+
+
 # ---- what is chosen -----------------------------------------------------------------------------------------------
 
 

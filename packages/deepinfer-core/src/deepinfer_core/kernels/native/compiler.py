@@ -48,8 +48,11 @@ class Compiler:
 
 
 def default_cache_dir() -> Path:
-    """Where libraries are kept when no folder is set."""
-    return Path.home() / ".cache" / "deepinfer"
+    """Where libraries are kept when no folder is set. Raises KernelError for a user without a home folder."""
+    try:
+        return Path.home() / ".cache" / "deepinfer"
+    except RuntimeError as error:
+        raise KernelError("there is no home folder to keep compiled kernels in; set jit_cache_dir") from error
 
 
 def find_compiler() -> Compiler:

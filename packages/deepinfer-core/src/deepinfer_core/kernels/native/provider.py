@@ -32,7 +32,7 @@ class NativeProvider:
     cache_form: Literal["plain", "packed"] = "plain"
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
-        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).absolute()
+        self._cache_dir = None if cache_dir is None else Path(cache_dir).absolute()
 
     def probe(self) -> Capability | Unavailable:
         """Whether there is a compiler; nothing is compiled."""
@@ -44,7 +44,7 @@ class NativeProvider:
 
     def load(self) -> Mapping[str, Callable[..., Any]]:
         """Compile if the cache folder has no library for this machine, and load it. Raises KernelError."""
-        library = load_library(self._cache_dir)
+        library = load_library(self._cache_dir or default_cache_dir())
         families = (DenseOps(library), CacheOps(library), ExpertOps(library))
         return {op: getattr(family, op) for family in families for op in OPS if hasattr(family, op)}
 

@@ -57,6 +57,7 @@ def test_every_setting_has_one_row_with_its_source() -> None:
     assert rows["num_drafts"] == ("3", "argument")
     assert rows["max_num_seqs"] == ("256", "default")
     assert rows["prefix_salt"] == ("(hidden)", "argument")
+    assert rows["max_model_len"] == ("auto", "default")
 
 
 def test_an_argument_wins_over_the_environment_and_the_conflict_is_said() -> None:

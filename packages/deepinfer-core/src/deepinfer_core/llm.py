@@ -29,7 +29,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from deepinfer_core.chat import ChatCodec, ChatOutput, ChatPrompt
-from deepinfer_core.config.checks import shown
+from deepinfer_core.config.checks import check_flag, shown
 from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import EngineError, RequestError
@@ -67,6 +67,8 @@ class LLM:
         if not self.config.quiet:
             _print_settings(resolved)
         self._engine = assemble_engine(self.config)
+        if not self.config.quiet:
+            Console(stderr=True).print(self._engine.summary(), markup=False, highlight=False, soft_wrap=True)
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._codec: ChatCodec | None = None  # made when the first chat begins
@@ -223,7 +225,10 @@ class LLM:
     ) -> tuple[ChatCodec, ChatPrompt]:
         if self._codec is None:
             self._codec = ChatCodec(self._engine.folder, self.tokenizer.eos_token_id, self.max_model_len)
-        body = {"messages": list(messages), "thinking": {"type": "enabled" if thinking else "disabled"}}
+        body = {
+            "messages": _as_list("messages", messages),
+            "thinking": {"type": "enabled" if check_flag("thinking", thinking, RequestError) else "disabled"},
+        }
         return self._codec, self._codec.prepare(body | dict(fields), params)
 
     @contextmanager

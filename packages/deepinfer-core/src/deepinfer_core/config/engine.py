@@ -229,13 +229,17 @@ class ResolvedSettings:
     notes: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(setting, value, source) of every setting, for a table."""
+        """(setting, value, source) of every setting, for a table; auto: left open, decided when the engine starts."""
         rows: list[tuple[str, str, str]] = []
         for name, setting in all_settings().items():
             owner: Any = getattr(self.config, setting.part) if setting.part else self.config
             value = getattr(owner, name)
-            secret = name == "prefix_salt" and value is not None
-            rows.append((name, "(hidden)" if secret else str(value), self.sources[name]))
+            source = self.sources[name]
+            if name == "prefix_salt" and value is not None:
+                text = "(hidden)"
+            else:
+                text = "auto" if value is None and source == "default" else str(value)
+            rows.append((name, text, source))
         return rows
 
 

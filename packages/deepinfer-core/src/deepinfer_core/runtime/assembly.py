@@ -19,7 +19,7 @@ import torch
 
 from deepinfer_core import __version__
 from deepinfer_core.checkpoint.loader import load_model_weights
-from deepinfer_core.checkpoint.memory_plan import kv_bytes_per_token
+from deepinfer_core.checkpoint.memory_plan import Form, Workload, kv_bytes_per_token, plan_memory
 from deepinfer_core.checkpoint.resolve import resolve_model
 from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
@@ -60,6 +60,14 @@ class AssembledEngine:
     loop: EngineLoop[Future[StepResult]]
     provenance: Provenance
 
+    def summary(self) -> str:
+        """What the settings that were left open have become."""
+        made = self.provenance.settings
+        return (
+            f"{self.folder}: {made['kernels']} kernels on {made['device']}, {made['dtype']}; at most "
+            f"{self.scheduler.max_model_len:,} tokens a request; prefix_replay {made['prefix_replay']}"
+        )
+
     def statistics(self) -> dict[str, object]:
         """Counters of scheduler and device since the start; flat names with units."""
         speculation, device = self.scheduler.speculation, self.runner.stats
@@ -76,6 +84,7 @@ class AssembledEngine:
 def assemble_engine(config: EngineConfig) -> AssembledEngine:
     """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""
     choice = choose_provider(config.accelerator)
+    form: Form = "plain" if choice.provider is None else choice.provider.cache_form
     folder = resolve_model(config.model, accelerator=choice.name, revision=config.revision, progress=not config.quiet)
     model_config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_path(
@@ -89,6 +98,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     )
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, choice)
+    _check_weights_fit(config, model_config, choice.device, form, folder)
     weights = load_model_weights(
         folder,
         model_config,
@@ -99,7 +109,6 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         progress=not config.quiet,
     )
     max_model_len = _max_model_len(config, model_config)
-    form = "plain" if choice.provider is None else choice.provider.cache_form
     num_blocks = config.cache.num_blocks or _num_blocks(config, model_config, choice, max_model_len, form)
     rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
     runner = Runner(
@@ -175,6 +184,20 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
     raise ConfigError(f"num_drafts is {speculation.num_drafts}; this checkpoint drafts at most {most} tokens")
 
 
+def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: str, form: Form, folder: Path) -> None:
+    """Before a long load: can this machine hold the weights at all? The cache is fitted into what they leave."""
+    workload = Workload(context_tokens=1, step_rows=1, engram_storage=config.engram_storage, form=form)
+    weights_bytes = dict(plan_memory(model, workload).ranks[0].weights)
+    if config.speculation.num_drafts == 0:
+        weights_bytes.pop("draft", None)
+    needed, there = sum(weights_bytes.values()), _total_bytes(device)
+    if needed > there:
+        raise CapacityError(
+            f"the weights of {folder} take {needed / 1e9:,.1f} GB on one device ({form} form), and {device} has "
+            f"{there / 1e9:,.1f} GB; take a smaller checkpoint or a larger device (`deepinfer plan` says what fits)"
+        )
+
+
 def _dtype(config: EngineConfig, choice: KernelChoice) -> torch.dtype:
     name = config.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -203,10 +226,10 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return given or model.max_position_embeddings
 
 
-def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, max_model_len: int, form: str) -> int:
+def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, max_model_len: int, form: Form) -> int:
     """Blocks for all slots at full length, or as many as the memory holds."""
     wanted = config.scheduler.max_num_seqs * math.ceil(max_model_len / BLOCK_TOKENS)
-    block_bytes = kv_bytes_per_token(model, "packed" if form == "packed" else "plain") * BLOCK_TOKENS
+    block_bytes = kv_bytes_per_token(model, form) * BLOCK_TOKENS
     free = _free_bytes(choice.device) * config.cache.memory_fraction
     fitting = int(free // block_bytes) if block_bytes else wanted
     if fitting < 1:
@@ -215,6 +238,12 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, 
             "device with more memory, or engram_storage='disk'"
         )
     return min(wanted, fitting)
+
+
+def _total_bytes(device: str) -> int:
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.get_device_module(device).mem_get_info()[1])
 
 
 def _free_bytes(device: str) -> int:

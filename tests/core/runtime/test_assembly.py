@@ -1,0 +1,32 @@
+"""An engine is refused before a long load where the weights can't fit, and says what open settings became."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepinfer_core import LLM
+from deepinfer_core.errors import CapacityError
+from tests.core.harness import FIXTURES
+from tests.core.model_configs import release_json
+
+MODEL = FIXTURES / "tiny-a"
+
+
+@pytest.mark.bad_input
+def test_weights_beyond_the_machine_are_refused_before_a_shard_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(release_json()))
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    with pytest.raises(CapacityError, match=r"take 2,46\d\.\d GB on one device \(plain form\), and cpu has"):
+        LLM(tmp_path, quiet=True)
+
+
+def test_the_start_says_what_open_settings_became(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(MODEL, max_model_len=96, max_num_seqs=2, draft_schedule="fixed", cpu_kernels="reference"):
+        pass
+    text = capsys.readouterr().err
+    assert f"{MODEL}: reference kernels on cpu, float32; at most 96 tokens a request; prefix_replay exact" in text
+    assert "max_model_len" in text

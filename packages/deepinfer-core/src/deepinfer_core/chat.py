@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_core.config.checks import shown
 from deepinfer_core.config.sampling import SamplingParams, StructuredOutput
 from deepinfer_core.errors import ConfigError, RequestError
 from deepinfer_core.outputs import Chunk, RequestOutput
@@ -92,8 +93,13 @@ class ChatCodec:
         """
         recipe = self._recipe
         options = recipe.ConversionOptions(dialect="extended")
+        given = SamplingParams(max_tokens=None) if params is None else params
+        if not isinstance(given, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance] -- comes from the user
+            raise RequestError(f"sampling_params is {shown(given)}; it must be a SamplingParams")
+        # The codec cuts the message at stop strings, so it must know those of `params` too.
+        defaults = {"model": MODEL_NAME} | ({"stop": list(given.stop_strings)} if given.stop_strings else {})
         try:
-            request = recipe.ChatCompletionRequest({"model": MODEL_NAME} | dict(body))
+            request = recipe.ChatCompletionRequest(defaults | dict(body))
             converted = request.convert(options)
             encoding = recipe.encoding_for(converted.model_version).with_tokenizer(self._tokenizer)
             token_ids = encoding.encode(converted.conversation)
@@ -102,7 +108,9 @@ class ChatCodec:
             raise RequestError(f"the chat request cannot be converted: {error}") from error
         number, self._num_requests = self._num_requests, self._num_requests + 1
         identity = f"chatcmpl-{number}"
-        sampling = self._params(converted, len(token_ids), params or SamplingParams(max_tokens=None), grammar)
+        sampling = self._params(converted, len(token_ids), given, grammar)
+        if "logit_bias" in body:  # the codec has no such field
+            sampling = replace(sampling, logit_bias=body["logit_bias"])
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, identity, MODEL_NAME)
         generator = generator.with_call_ids(_call_ids(token_ids, number if sampling.seed is None else sampling.seed))
         return ChatPrompt(
@@ -154,14 +162,20 @@ class ChatCodec:
                 "top_k",
                 "min_p",
                 "repetition_penalty",
+                "frequency_penalty",
                 "presence_penalty",
             )
-            if (value := getattr(options, name, None)) is not None
+            if (value := getattr(options, name)) is not None
         }
+        if changes.get("n", params.n) != 1:
+            raise RequestError(f"n is {changes.get('n', params.n)}; a chat has one answer, ask again with another seed")
         if options.logprobs:
             changes["logprobs"] = options.top_logprobs or 0
-        if params.max_tokens is None:
-            changes["max_tokens"] = converted.resolve_max_tokens(prompt_tokens, self._max_model_len)
+        if params.max_tokens is None or options.max_tokens is not None:
+            try:
+                changes["max_tokens"] = converted.resolve_max_tokens(prompt_tokens, self._max_model_len)
+            except self._recipe.ConversionError as error:
+                raise RequestError(f"the chat request cannot run: {error}") from error
         if grammar is not None:
             changes["structured"] = grammar
         return replace(params, skip_special_tokens=False, **changes)

@@ -1,0 +1,69 @@
+"""Every field of a chat request has its effect or is refused: limits, stops, penalties, what `SamplingParams` adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.errors import RequestError
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+
+
+def test_a_limit_in_the_request_wins_over_that_of_the_parameters(tiny_llm: LLM) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        answer = tiny_llm.chat(MESSAGES, GREEDY, thinking=False, **{field: 3})
+        assert len(answer.output.outputs[0].token_ids) == 3
+        assert answer.finish_reason == "length"
+
+
+def test_a_stop_string_of_the_parameters_is_cut_from_the_message(tiny_llm: LLM) -> None:
+    free = tiny_llm.chat(MESSAGES, SamplingParams(max_tokens=30, seed=4), thinking=False).content
+    stop = free[5:7]
+    params = SamplingParams(max_tokens=30, seed=4, stop=[stop])
+    answer = tiny_llm.chat(MESSAGES, params, thinking=False)
+    assert answer.content == free[: free.index(stop)]
+    assert answer.finish_reason == "stop"
+    tiny_llm._engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("frequency_penalty", 1.5, 1.5),
+        ("presence_penalty", -1.0, -1.0),
+        ("repetition_penalty", 1.25, 1.25),
+        ("min_p", 0.5, 0.5),
+        ("top_k", 7, 7),
+        ("seed", 5, 5),
+        ("logit_bias", {"17": 3}, {17: 3.0}),
+    ],
+)
+def test_a_field_of_the_request_reaches_the_sampler(tiny_llm: LLM, field: str, value: Any, expected: Any) -> None:
+    answer = tiny_llm.chat(MESSAGES, SamplingParams(max_tokens=2), thinking=False, **{field: value})
+    assert getattr(answer.output.sampling_params, field) == expected
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 2}, "n is 2; a chat has one answer"),
+        ({"sampling_params": SamplingParams(n=3)}, "n is 3; a chat has one answer"),
+        ({"sampling_params": {"max_tokens": 3}}, "must be a SamplingParams"),
+        ({"messages": None}, "messages is None"),
+        ({"messages": "Hi"}, "messages is 'Hi'"),
+        ({"thinking": "no"}, "thinking is 'no'"),
+        ({"logit_bias": {"x": 1}}, "logit_bias key is 'x'"),
+        ({"max_tokens": 100_000}, "context"),
+        ({"messages": [{"role": "user", "content": "a " * 9_000}]}, "context"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_done_is_refused(tiny_llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tiny_llm.chat(**{"messages": MESSAGES} | arguments)
+    tiny_llm._engine.scheduler.check_idle()

@@ -6,7 +6,8 @@
 
 Both make the same calls on the same scheduler, so with batch-invariant results they give the same tokens; the plain
 loop is the oracle of the other. A step that fails on the device is abandoned: its requests are computed again, and
-one that fails alone ends with that error. On a device that always fails every request ends so.
+one that fails alone ends with that error. A step that was launched behind it may fail for that alone, so nothing new is
+planned on top of it until it is done. On a device that always fails every request ends with the error.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class EngineLoop[Ticket]:
         self._clock = clock
         self._launched: deque[tuple[StepPlan, Ticket | Exception, float]] = deque()
         self._last_done_s = 0.0
+        self._is_recovering = False  # a step failed, and steps that were planned before that was known are not done
 
     @property
     def has_work(self) -> bool:
@@ -61,7 +63,8 @@ class EngineLoop[Ticket]:
 
     def step(self) -> StepOutputs:
         """Launch what can be launched, then commit the oldest step. Outputs are empty when there was nothing to do."""
-        while len(self._launched) < self._depth and not self._has_failed_launch():
+        self._is_recovering = self._is_recovering and bool(self._launched)
+        while len(self._launched) < self._depth and not self._is_recovering and not self._has_failed_launch():
             plan = self.scheduler.schedule()
             if plan is None:
                 break
@@ -77,6 +80,7 @@ class EngineLoop[Ticket]:
             outputs = self.scheduler.commit(plan, result)
         except Exception as error:
             self.scheduler.abandon(plan, str(error))
+            self._is_recovering = True
             return self.scheduler.take_finished()
         self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
         self._last_done_s = done_s

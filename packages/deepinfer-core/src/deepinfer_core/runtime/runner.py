@@ -23,7 +23,7 @@ from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.cache.state import ModelState
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import IN_FLIGHT_STEPS
-from deepinfer_core.errors import CapacityError
+from deepinfer_core.errors import CapacityError, EngineError
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.backbone import Backbone, ForwardOutput, GivenEmbeddings
@@ -105,6 +105,8 @@ class Runner:
         self._admitted: dict[int, Admission] = {}  # slot -> its request
         self._draft_logits = self._ratio_logits()
         self._temperatures = self._confidence_temperatures()
+        self._failures = 0  # of launched steps; the worker's
+        self._reported_failures = 0  # by `wait`; the caller's
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-device")
 
     # ---- the three calls of a step -------------------------------------------------------------------------------
@@ -114,12 +116,16 @@ class Runner:
         return self._step(plan)
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        """Queue one step; returns at once."""
-        return self._worker.submit(self._step, plan)
+        """Queue one step; returns at once. It does not run if a step fails that `wait` has not reported by now."""
+        return self._worker.submit(self._step_behind, plan, self._reported_failures)
 
     def wait(self, launched: Future[StepResult]) -> StepResult:
         """The result of a launched step, or the error that it ended in."""
-        return launched.result()
+        try:
+            return launched.result()
+        except Exception:
+            self._reported_failures += 1
+            raise
 
     def close(self) -> None:
         """Finish what is queued and end the worker thread."""
@@ -138,6 +144,20 @@ class Runner:
             self.drafter.propose(zero, zero, slot, zero, self.state, lambda _, logits: logits.argmax(-1))
 
     # ---- one step ------------------------------------------------------------------------------------------------
+
+    def _step_behind(self, plan: StepPlan, reported_failures: int) -> StepResult:
+        """A step planned in the belief that all before it would succeed.
+
+        Behind a failed one its held rows would stand where a former tenant of the slot stopped, and write there: into
+        blocks that others share.
+        """
+        try:
+            if self._failures != reported_failures:
+                raise EngineError("the step before it failed, so it could not run")
+            return self._step(plan)
+        except Exception:
+            self._failures += 1
+            raise
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 import deepseek_recipe as recipe
 from deepseek_recipe.bundled_tokenizers import load_v4_tokenizer
 from deepseek_recipe.pretokenize import _SETTLED, Pretokenizer, matches_pretokenizer
-from deepseek_recipe.stretch_encoder import StretchMemory
+from deepseek_recipe.stretch_encoder import StretchMemory, _memory_bytes
 
 SPECIALS = [token.default_str() for token in recipe.SpecialToken]
 ALPHABET = st.one_of(
@@ -138,6 +140,42 @@ def test_words_that_do_not_repeat_encode_right(plain_backend: Backend) -> None:
     for _ in range(40):
         text = " ".join("".join(rng.choice("abcdefghij") for _ in range(8)) for _ in range(60))
         assert tokenizer.encode_plain([text]) == [oracle_ids(plain_backend, text)]
+
+
+def test_a_giant_word_is_not_remembered(plain_backend: Backend) -> None:
+    tokenizer = load_v4_tokenizer()
+    rng = random.Random(5)
+    for _ in range(3):
+        text = "of of of of " + "".join(rng.choices("abcdefgh", k=20_000)) + " of of of"
+        assert tokenizer.encode_plain([text]) == [oracle_ids(plain_backend, text)]
+    assert max(map(len, tokenizer._encoder._words)) < 1_000
+
+
+def test_the_memory_of_words_is_bounded(plain_backend: Backend) -> None:
+    tokenizer, limit = load_v4_tokenizer(cache_bytes=400_000), 400_000 // 4
+    rng = random.Random(6)
+    for _ in range(20):
+        text = " ".join(f"of the {rng.choice('abcdef')}{rng.randrange(10**9)}x" for _ in range(200))
+        assert tokenizer.encode_plain([text]) == [oracle_ids(plain_backend, text)]
+        for generation in (tokenizer._encoder._words, tokenizer._encoder._old_words):
+            assert sum(_memory_bytes(word, ids) for word, ids in generation.items()) < 2 * limit
+    assert tokenizer._encoder._old_words
+
+
+def test_threads_that_share_a_tokenizer_get_the_ids_of_the_backend(plain_backend: Backend) -> None:
+    tokenizer = load_v4_tokenizer(cache_bytes=20_000)  # words change generations all the time
+    rng = random.Random(8)
+    vocabulary = [f"{rng.choice('abcdef')}{rng.randrange(900)}" for _ in range(900)]
+    texts = [" ".join(rng.choices(vocabulary, k=120)) for _ in range(120)]
+    wanted = [oracle_ids(plain_backend, text) for text in texts]
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda text: tokenizer.encode_plain([text])[0], texts * 3))
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert found == wanted * 3
 
 
 def test_the_memory_of_stretches_is_bounded_and_keeps_what_is_used() -> None:

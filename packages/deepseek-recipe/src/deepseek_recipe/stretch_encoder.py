@@ -24,14 +24,18 @@ Ids = Sequence[int]
 _CHUNK_CHARS = 8_192
 _FINE_CHUNK_CHARS = 256
 _GROUP_CHARS = 16 * _CHUNK_CHARS  # what goes to the backend in one batch
-_MAX_WORDS = 131_072  # per generation of the word memory
-_MAX_WORD_CHARS = 64
+_MAX_WORD_CHARS = 256  # no longer word is remembered: a chunk with one goes to the backend as a whole
 _NEW_WORDS_LIMIT = 3  # a chunk with more than one new word in three goes to the backend as a whole
 _MAX_PAUSE_FACTOR = 32  # after a group of unlike text, so many times its length goes to the backend unseen
 _MAX_PAUSE_CHARS = 2**20
 _ALONE_CHARS = 512
 _BYTES_PER_ID = 36  # an int and its place in a list
 _TEXT_OVERHEAD_BYTES = 160
+
+
+def _memory_bytes(text: str, ids: Ids) -> int:
+    """About what it takes to remember the ids of a text."""
+    return 4 * len(text) + _BYTES_PER_ID * len(ids) + _TEXT_OVERHEAD_BYTES
 
 
 class StretchMemory:
@@ -54,7 +58,7 @@ class StretchMemory:
 
     def put(self, text: str, ids: Ids) -> None:
         """Remembers the ids of a stretch, unless it would fill a generation alone."""
-        size = 4 * len(text) + _BYTES_PER_ID * len(ids) + _TEXT_OVERHEAD_BYTES
+        size = _memory_bytes(text, ids)
         if size > self._generation_bytes:
             return
         if self._young_bytes + size > self._generation_bytes:
@@ -67,6 +71,8 @@ class StretchEncoder:
     """Encodes with the added vocabulary off.
 
     `piece_bytes` is how many bytes each id stands for. Without a `pretokenizer` every new stretch goes to the backend.
+    `cache_bytes` bounds the memory of stretches and words, half each. Threads may share an encoder: the memories only
+    ever gain right entries, and a call keeps to the generation of words that it began with.
     """
 
     def __init__(
@@ -75,9 +81,11 @@ class StretchEncoder:
         self._backend = backend
         self._pretokenizer = pretokenizer
         self._piece_bytes = piece_bytes
-        self._stretches = StretchMemory(cache_bytes)
-        self._words: dict[str, Ids] = {}
+        self._stretches = StretchMemory(cache_bytes // 2)
+        self._words: dict[str, Ids] = {}  # the younger of two generations, as in `StretchMemory`
         self._old_words: dict[str, Ids] = {}
+        self._words_bytes = 0
+        self._words_generation_bytes = cache_bytes // 4
         self._pause_chars = 0  # text to leave to the backend, since it does not repeat its words
         self._pause_factor = 1
 
@@ -148,10 +156,11 @@ class StretchEncoder:
             if None not in ids:
                 out[index] = list(chain.from_iterable(ids))  # pyright: ignore[reportArgumentType] - no None in it
                 continue
-            new = self._still_new(piece for piece, known in zip(pieces, ids, strict=True) if known is None)
-            if len(new) * _NEW_WORDS_LIMIT > len(pieces):
+            new = self._still_new((piece for piece, known in zip(pieces, ids, strict=True) if known is None), words)
+            is_unlike = len(new) * _NEW_WORDS_LIMIT > len(pieces)
+            if is_unlike or max(map(len, new), default=0) > _MAX_WORD_CHARS:
                 whole.append(index)
-                num_unlike += 1
+                num_unlike += is_unlike
             else:
                 new_words.update(new)
         if num_unlike > len(chunks) - len(whole):
@@ -161,31 +170,36 @@ class StretchEncoder:
             self._pause_factor = 1
         texts = [*new_words, *(chunks[index] for index in whole)]
         encoded = self._from_backend(texts) if texts else []
-        words.update(zip(new_words, map(tuple, encoded), strict=False))
+        for word, ids in zip(new_words, encoded, strict=False):
+            self._remember(word, tuple(ids), words)
         for index, ids in zip(whole, encoded[len(new_words) :], strict=True):
             out[index] = ids
             if (pieces := pieces_of[index]) is not None:
-                self._learn(pieces, ids)
+                self._learn(pieces, ids, words)
         for index, pieces in enumerate(pieces_of):
             if out[index] is None:
                 out[index] = list(chain.from_iterable(map(words.__getitem__, pieces or ())))
-        if len(words) > _MAX_WORDS:
-            self._old_words, self._words = words, {}
+        if self._words_bytes > self._words_generation_bytes and words is self._words:
+            self._old_words, self._words, self._words_bytes = words, {}, 0
         return out  # pyright: ignore[reportReturnType] - every place is filled
 
-    def _still_new(self, pieces: Iterable[str]) -> dict[str, None]:
+    def _still_new(self, pieces: Iterable[str], words: dict[str, Ids]) -> dict[str, None]:
         """The different pieces without those of the older generation, which are taken over."""
         new = dict.fromkeys(pieces)
         old_words = self._old_words
         if old_words:
             for piece in [piece for piece in new if piece in old_words]:
-                self._words[piece] = old_words[piece]
+                self._remember(piece, old_words[piece], words)
                 del new[piece]
         return new
 
-    def _learn(self, pieces: list[str], ids: Ids) -> None:
+    def _remember(self, word: str, ids: Ids, words: dict[str, Ids]) -> None:
+        words[word] = ids
+        self._words_bytes += _memory_bytes(word, ids)
+
+    def _learn(self, pieces: list[str], ids: Ids, words: dict[str, Ids]) -> None:
         """Remembers the pieces of a chunk that was encoded as a whole: each takes the ids that spell its bytes."""
-        words, piece_bytes = self._words, self._piece_bytes
+        piece_bytes = self._piece_bytes
         start = 0
         for piece in pieces:
             known = words.get(piece)
@@ -198,7 +212,7 @@ class StretchEncoder:
                 num_bytes -= piece_bytes[ids[end]]
                 end += 1
             if len(piece) <= _MAX_WORD_CHARS:
-                words[piece] = tuple(ids[start:end])
+                self._remember(piece, tuple(ids[start:end]), words)
             start = end
 
     def _from_backend(self, texts: list[str]) -> list[list[int]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Tokenizer"]
 
-DEFAULT_CACHE_BYTES = 64 * 2**20
+DEFAULT_CACHE_BYTES = 128 * 2**20
 _MAX_CACHE_BYTES = 2**40
 _MAX_TOKEN_ID = 2**24
 
@@ -35,8 +35,8 @@ _MAX_TOKEN_ID = 2**24
 class Tokenizer:
     """A tokenizer.json. Build one with `from_file`, `from_str` or `from_pretrained`.
 
-    `cache_bytes` bounds the memory of encoded stretches: a conversation that grew by a turn encodes only what is new.
-    Ids never depend on it. Safe to share between threads.
+    `cache_bytes` bounds the memory of stretches and words that were encoded: a conversation that grew by a turn encodes
+    only what is new. Ids never depend on it. Safe to share between threads.
     """
 
     def __init__(self, text: str, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
@@ -73,19 +73,22 @@ class Tokenizer:
     @classmethod
     def from_pretrained(
         cls,
-        id: str,  # noqa: A002  (the name is part of the API)
+        identifier: str,
         revision: str | None = None,
         token: str | None = None,
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> Tokenizer:
         """The tokenizer.json of a model on the Hugging Face Hub. RuntimeError when it cannot be had."""
+        require_str("identifier", identifier)
+        require_str("revision", revision, optional=True)
+        require_str("token", token, optional=True)
         from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType] - untyped arguments
 
         try:
-            path = hf_hub_download(id, "tokenizer.json", revision=revision, token=token)
+            path = hf_hub_download(identifier, "tokenizer.json", revision=revision, token=token)
         except Exception as error:
-            raise RuntimeError(f"cannot get tokenizer.json of {id}: {error}") from error
+            raise RuntimeError(f"cannot get tokenizer.json of {identifier}: {error}") from error
         return cls.from_file(path, cache_bytes=cache_bytes)
 
     def encode(self, text: str) -> list[int]:

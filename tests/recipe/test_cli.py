@@ -44,10 +44,15 @@ def test_render_shows_special_tokens_apart_from_text(request_file: str, capsys: 
     assert len(both["special_ranges"]) == 5
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-V4.1-Flash", "DeepSeek-V4-Pro"])
 def test_a_converted_conversation_renders_to_the_same_prompt(
-    request_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    converted = tmp_path / "converted.json"
+    request, converted = tmp_path / "request.json", tmp_path / "converted.json"
+    image = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
+    content = [{"type": "text", "text": "not this <｜image｜>"}, image]
+    request.write_text(json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}))
+    request_file = str(request)
     converted.write_text(run(capsys, "convert", request_file), encoding="utf-8")
     prompt = run(capsys, "render", request_file)
     assert run(capsys, "render", str(converted), "--api", "conversation") == prompt

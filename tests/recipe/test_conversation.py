@@ -35,11 +35,15 @@ TOOLS = st.lists(
     st.builds(recipe.ToolDefinition, TEXT, st.none() | TEXT, JSON, st.none() | st.booleans(), st.booleans()), max_size=2
 )
 CALLS = st.none() | st.lists(st.builds(recipe.ToolCall, TEXT, TEXT, TEXT), max_size=3)
+PLACES = {
+    "image_token": st.none() | st.text(min_size=1, max_size=3),
+    "image_offsets": st.none() | st.lists(st.integers(0, 9), max_size=2),
+}
 MESSAGES = st.one_of(
     st.builds(recipe.SystemMessage, TEXT, SOURCES, st.none() | TOOLS),
-    st.builds(recipe.UserMessage, TEXT, SOURCES),
+    st.builds(recipe.UserMessage, TEXT, SOURCES, **PLACES),
     st.builds(recipe.AssistantMessage, TEXT, st.none() | TEXT, CALLS, st.booleans()),
-    st.builds(recipe.ToolMessage, TEXT, st.none() | TEXT, SOURCES),
+    st.builds(recipe.ToolMessage, TEXT, st.none() | TEXT, SOURCES, **PLACES),
     st.builds(recipe.LatestReminderMessage, TEXT),
 )
 FORMATS = st.one_of(
@@ -94,6 +98,8 @@ def test_values_compare_and_print() -> None:
     assert repr(recipe.ToolCall("i", "n", "{}")) == 'ToolCall(id="i", name="n", arguments="{}")'
     assert str(recipe.SpecialToken.Bos) == repr(recipe.SpecialToken.Bos) == "SpecialToken.Bos"
     assert repr(recipe.SpecialTokens(user="U")) == "SpecialTokens(user='U')"
+    assert repr(recipe.BytesImageSource(bytes(5))) == 'BytesImageSource(<5 bytes>, detail="high", path="")'
+    assert repr(recipe.UrlImageSource("u", path="p")) == 'UrlImageSource("u", detail="high", path="p")'
 
 
 def test_lists_are_copied() -> None:
@@ -110,7 +116,18 @@ def test_lists_are_copied() -> None:
         (lambda: recipe.UserMessage(5), TypeError),  # type: ignore[arg-type]
         (lambda: recipe.UserMessage("a", "b"), TypeError),  # type: ignore[arg-type]
         (lambda: recipe.UserMessage("a", [5]), TypeError),  # type: ignore[list-item]
+        (lambda: recipe.UserMessage("a", ""), TypeError),  # type: ignore[arg-type]
         (lambda: recipe.UserMessage("a", image_token=""), ValueError),
+        (lambda: recipe.UserMessage("a", [], "x"), TypeError),  # type: ignore[misc]
+        (lambda: recipe.ToolMessage("a", "c", [], "x"), TypeError),  # type: ignore[misc]
+        (lambda: recipe.Conversation([], False), TypeError),  # type: ignore[misc]
+        (lambda: recipe.Conversation(tool_choice=None), TypeError),  # type: ignore[arg-type]
+        (lambda: recipe.UrlImageSource("u", "low", "p"), TypeError),  # type: ignore[misc]
+        (lambda: recipe.ImageInfo("x", 1, 1), TypeError),  # type: ignore[arg-type]
+        (lambda: recipe.SpecialTokens(bos="\ud800"), UnicodeEncodeError),
+        (lambda: recipe.SpecialTokens().token("bos"), TypeError),  # type: ignore[arg-type]
+        (lambda: recipe.DeepseekV4Encoding().with_tokenizer(3), TypeError),  # type: ignore[arg-type]
+        (lambda: recipe.ConversionOptions().with_model_versions_by_name([]), TypeError),  # type: ignore[arg-type]
         (lambda: recipe.UserMessage("\ud800"), UnicodeEncodeError),
         (lambda: recipe.AssistantMessage("a", prefix=1), TypeError),  # type: ignore[arg-type]
         (lambda: recipe.ToolDefinition("f", parameters=float("nan")), ValueError),
@@ -129,11 +146,40 @@ def test_lists_are_copied() -> None:
         (lambda: recipe.ConversationRequest(5, recipe.ModelVersion.DeepseekV4Pro), TypeError),  # type: ignore[arg-type]
         (lambda: conversation_from_json({"messages": [{"role": "robot"}]}), ValueError),
         (lambda: conversation_from_json({"mesages": []}), ValueError),
+        (lambda: conversation_from_json({"messages": [5]}), ValueError),
+        (lambda: conversation_from_json({"messages": {"role": "user"}}), ValueError),
+        (lambda: conversation_from_json({"messages": [{"role": "user", "image_sources": [5]}]}), ValueError),
+        (
+            lambda: conversation_from_json({"messages": [{"role": "user", "image_sources": [{"kind": "url"}]}]}),
+            ValueError,
+        ),
+        (
+            lambda: conversation_from_json({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}),
+            ValueError,
+        ),
+        (lambda: conversation_from_json({"tools": [5]}), ValueError),
     ],
 )
 def test_wrong_arguments_are_refused(build: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         build()
+
+
+def test_options_are_changed_under_the_names_of_the_properties() -> None:
+    changes: dict[str, Any] = {
+        "default_thinking_mode": False,
+        "reasoning_content_behavior": recipe.ReasoningContentBehavior.Reject,
+        "responses_web_search": recipe.WebSearchBehavior.Reject,
+        "messages_web_search": recipe.WebSearchBehavior.Drop,
+        "special_tokens": recipe.SpecialTokens(bos="b"),
+        "model_versions_by_name": {"x": recipe.ModelVersion.DeepseekV4Pro},
+        "thinking_max_tokens_upper_bound": 3,
+        "non_thinking_max_tokens_upper_bound": 4,
+    }
+    for name, value in changes.items():
+        assert getattr(getattr(recipe.ConversionOptions(), f"with_{name}")(**{name: value}), name) == value
+    alias = recipe.ConversionOptions().with_model_alias(model="m", model_version=recipe.ModelVersion.DeepseekV4Pro)
+    assert alias.model_versions_by_name["m"] is recipe.ModelVersion.DeepseekV4Pro
 
 
 @pytest.mark.bad_input

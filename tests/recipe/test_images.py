@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -76,10 +77,10 @@ def test_a_settled_size_is_a_fixed_point_within_the_token_limit(size: tuple[int,
     assert settled.width % 14 == settled.height % 14 == 0
 
 
-@pytest.mark.bad_input
-def test_an_image_without_a_size_is_refused() -> None:
-    with pytest.raises(recipe.CalcResizeError):
-        image_size(0, 5)
+@pytest.mark.parametrize(("size", "tokens"), [((0, 0), 2), ((0, 100), 5), ((100, 0), 2), ((0, 10**6), 1024)])
+def test_a_side_of_nothing_counts_as_no_cells(size: tuple[int, int], tokens: int) -> None:
+    images = recipe.MultiModalData([recipe.ImageInfo(b"", *size)])
+    assert images.image_token_adjustment() == tokens - 1
 
 
 @pytest.mark.bad_input
@@ -137,6 +138,13 @@ class Site(BaseHTTPRequestHandler):
             self.send_header("Location", target)
             self.send_header("Content-Length", "0")
             self.end_headers()
+        elif self.path in ("/drip", "/short"):
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                while self.path == "/drip" and not self.server.is_leaving.wait(0.02):  # type: ignore[attr-defined]
+                    self.wfile.write(b"x")
         elif self.path == "/error":
             self.send_error(503)
         else:
@@ -152,10 +160,12 @@ class Site(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Site)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.is_leaving = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
+    server.is_leaving.set()  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()
     thread.join()
@@ -180,12 +190,52 @@ def test_an_allowed_address_is_fetched_and_followed(site: str) -> None:
         ("/loop", "Fetch", False),
         ("/long", "ImageTooLarge", False),
         ("/error", "Fetch", True),
+        ("/short", "Fetch", True),
     ],
 )
 def test_a_fetch_that_leads_astray_is_refused(path: str, kind: str, retryable: bool, site: str) -> None:
     with pytest.raises(recipe.ImageError) as caught:
         only_loopback().fetch(site + path)
     assert (caught.value.kind, caught.value.is_retryable) == (kind, retryable)
+
+
+@pytest.mark.bad_input
+def test_a_server_that_sends_a_byte_at_a_time_is_left(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_TOTAL_TIMEOUT_S", 0.2)
+    with pytest.raises(recipe.ImageError, match=r"over 0\.2 s") as caught:
+        only_loopback().fetch(f"{site}/drip")
+    assert (caught.value.kind, caught.value.is_retryable) == ("Fetch", True)
+
+
+def test_only_addresses_that_the_filter_allows_are_tried(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    look_up, connect = socket.getaddrinfo, socket.create_connection
+
+    def two_addresses(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        hosts = ["127.0.0.2", "127.0.0.1"] if host == "two.example" else [host]
+        return [found for one in hosts for found in look_up(one, port, *args, **kwargs)]
+
+    def noting(address: tuple[str, int], *args: Any) -> socket.socket:
+        tried.append(address[0])
+        return connect(address, *args)
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", two_addresses)
+    monkeypatch.setattr(fetch.socket, "create_connection", noting)
+    assert only_loopback().fetch(f"{site.replace('127.0.0.1', 'two.example')}/image") == b"x" * 10
+    assert tried == ["127.0.0.1"]
+
+
+def failing_filter(host: str, address: str) -> bool:
+    raise KeyError(host)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("answer", [failing_filter, lambda host, address: None, lambda host, address: 1])
+def test_a_filter_that_does_not_say_true_refuses(answer: Any, site: str) -> None:
+    fetcher = recipe.HttpImageFetcher().with_private_addresses().with_destination_filter(answer)
+    with pytest.raises(recipe.ImageError) as caught:
+        fetcher.fetch(f"{site}/image")
+    assert caught.value.kind == "DestinationRejected"
 
 
 @pytest.mark.bad_input

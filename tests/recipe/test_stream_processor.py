@@ -85,6 +85,8 @@ def test_an_accumulated_event_is_consumed(api: int) -> None:
     with pytest.raises(RuntimeError, match="consumed"):
         response.accumulate(event)
     with pytest.raises(RuntimeError, match="consumed"):
+        response.sse_event_name(event)
+    with pytest.raises(RuntimeError, match="consumed"):
         event.to_json()
     assert "from_json" in repr(event)
 
@@ -291,7 +293,11 @@ def test_options_survive_their_dictionary() -> None:
         (lambda: recipe.MessagesChunkGenerator("a", "\ud800", True), UnicodeEncodeError),
         (lambda: recipe.MessagesChunkGenerator("a", "b", True).with_signature(1), TypeError),
         (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_namespace_tool_map({"a": 1}), TypeError),
-        (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_namespace_tool_map({"a": ("b",)}), TypeError),
+        (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_namespace_tool_map({"a": ("b",)}), ValueError),
+        (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_namespace_tool_map({1: ("b", "c")}), TypeError),
+        (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_namespace_tool_map(None), TypeError),
+        (lambda: recipe.ResponsesChunkGenerator("a", "b", True).with_echo(None), TypeError),
+        (lambda: recipe.InferenceChunk.tokens([1], [("0.5", [])]), TypeError),
         (lambda: recipe.MessagesResponse("a", "b", -1, 0, 0), OverflowError),
         (lambda: recipe.MessagesStreamEvent.from_json("[]"), ValueError),
         (lambda: recipe.MessagesStreamEvent.from_json("{"), ValueError),

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
-__all__ = ["require_bool", "require_instance", "require_int_in", "require_list", "require_str"]
+__all__ = [
+    "quoted",
+    "require_bool",
+    "require_bytes",
+    "require_instance",
+    "require_int_in",
+    "require_list",
+    "require_str",
+]
 
 T = TypeVar("T")
+
+
+def quoted(text: str) -> str:
+    """`text` between double quotes, as the reprs show it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
@@ -27,6 +40,13 @@ def require_bool(name: str, value: object, *, optional: bool = False) -> None:
     """Refuses anything but True and False: an integer is more likely a mistake than a flag."""
     if not isinstance(value, bool) and (value is not None or not optional):
         raise _wrong_type(name, value, "a bool or None" if optional else "a bool")
+
+
+def require_bytes(name: str, value: object) -> bytes:
+    """An immutable copy of `value`, if it is a bytes-like object."""
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise _wrong_type(name, value, "bytes")
+    return bytes(cast("bytes", value))
 
 
 def require_instance(name: str, value: object, kind: type[T]) -> T:

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parse.add_argument("file", nargs="?", default="-", help="the model's output, text or ids (default: stdin)")
     for command in (render, encode):
         command.add_argument(
-            "--model-version", choices=_VERSIONS, help="prompt format of a conversation (default: v4.1)"
+            "--model-version", choices=_VERSIONS, help="prompt format (default: that of the model, or v4.1)"
         )
     render.add_argument("--plain", action="store_true", help="the bare text of the prompt")
     render.add_argument("--json", action="store_true", help="prompt and special ranges as JSON")
@@ -200,12 +200,22 @@ def _rendered(arguments: argparse.Namespace) -> RenderedPrompt:
         value = loads(_read(arguments.file))
         if not is_object(value):
             raise _DataError("a conversation is a JSON object")
+        version = _VERSIONS.get(arguments.model_version) or _version_of(value)
         value = value.get("conversation", value)
-        version = _VERSIONS[arguments.model_version or "v4.1"]
+        if not is_object(value):
+            raise _DataError("a conversation is a JSON object")
         return encoding_for(version).render_conversation(conversation_from_json(value))
     request = _request(arguments, arguments.file)
     version = _VERSIONS[arguments.model_version] if arguments.model_version else request.model_version
     return encoding_for(version).render_conversation(request.conversation)
+
+
+def _version_of(converted: dict[str, Any]) -> ModelVersion:
+    """The version that `convert` wrote beside the conversation."""
+    name = converted.get("model_version", ModelVersion.DeepseekV41Flash.name)
+    if name not in ModelVersion.__members__:
+        raise _DataError(f"unknown model_version {name!r}; the versions are {', '.join(ModelVersion.__members__)}")
+    return ModelVersion[name]
 
 
 def _tokenizer(name: str) -> Tokenizer:

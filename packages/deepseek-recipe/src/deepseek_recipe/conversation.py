@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec.structs import force_setattr
 
-from deepseek_recipe.checks import require_bool, require_list, require_str
+from deepseek_recipe.checks import quoted, require_bool, require_list, require_str
 from deepseek_recipe.images.sources import ImageSource
 from deepseek_recipe.json_text import json_value
 
@@ -34,10 +34,6 @@ T = TypeVar("T")
 ToolChoice = Literal["auto", "none", "required"]
 Effort = Literal["low", "high", "xhigh", "max"]
 ResponseFormat = Literal["text", "json_object", "json_schema", "regex"]
-
-
-def quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -126,10 +122,16 @@ def _listed(name: str, value: object, kind: type[T]) -> list[T]:
     return [] if value is None else require_list(name, value, kind)
 
 
+class _Placeholders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the roles with images take by name."""
+
+    image_token: str | None = None
+    image_offsets: tuple[int, ...] | None = None
+
+
 def _settle_images(message: SystemMessage | UserMessage | ToolMessage) -> None:
     require_str("content", message.content)
-    sources = message.image_sources
-    force_setattr(message, "image_sources", require_list("image_sources", sources, ImageSource) if sources else [])
+    force_setattr(message, "image_sources", _listed("image_sources", message.image_sources, ImageSource))
     require_str("image_token", message.image_token, optional=True)
     if message.image_token == "":
         raise ValueError("image_token must not be empty")
@@ -137,7 +139,7 @@ def _settle_images(message: SystemMessage | UserMessage | ToolMessage) -> None:
         force_setattr(message, "image_offsets", tuple(require_list("image_offsets", message.image_offsets, int)))
 
 
-class SystemMessage(msgspec.Struct, Message, frozen=True):
+class SystemMessage(_Placeholders, Message, frozen=True):
     """Instructions; `tools` are tools that become known at this place (V4.1 shows them, V4 does not).
 
     Here and in the other roles with images: the first N occurrences of `image_token` in `content` (default: the
@@ -151,8 +153,6 @@ class SystemMessage(msgspec.Struct, Message, frozen=True):
         default_factory=_no_sources
     )
     tools: list[ToolDefinition] | None = None
-    image_token: str | None = None
-    image_offsets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _settle_images(self)
@@ -163,7 +163,7 @@ class SystemMessage(msgspec.Struct, Message, frozen=True):
         return f"SystemMessage({quoted(self.content)})"
 
 
-class UserMessage(msgspec.Struct, Message, frozen=True):
+class UserMessage(_Placeholders, Message, frozen=True):
     """What the user says; images as in `SystemMessage`."""
 
     role: ClassVar[str] = "user"
@@ -171,8 +171,6 @@ class UserMessage(msgspec.Struct, Message, frozen=True):
     image_sources: list[ImageSource] = msgspec.field(  # pyright: ignore[reportIncompatibleMethodOverride] - as above
         default_factory=_no_sources
     )
-    image_token: str | None = None
-    image_offsets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _settle_images(self)
@@ -181,7 +179,7 @@ class UserMessage(msgspec.Struct, Message, frozen=True):
         return f"UserMessage({quoted(self.content)}, image_sources={len(self.image_sources)})"
 
 
-class ToolMessage(msgspec.Struct, Message, frozen=True):
+class ToolMessage(_Placeholders, Message, frozen=True):
     """The result of the call `tool_call_id`; images as in `SystemMessage`."""
 
     role: ClassVar[str] = "tool"
@@ -190,8 +188,6 @@ class ToolMessage(msgspec.Struct, Message, frozen=True):
     image_sources: list[ImageSource] = msgspec.field(  # pyright: ignore[reportIncompatibleMethodOverride] - as above
         default_factory=_no_sources
     )
-    image_token: str | None = None
-    image_offsets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require_str("tool_call_id", self.tool_call_id, optional=True)
@@ -239,14 +235,9 @@ class LatestReminderMessage(msgspec.Struct, Message, frozen=True):
         return f"LatestReminderMessage({quoted(self.content)})"
 
 
-class Conversation(msgspec.Struct, frozen=True):
-    """Everything that a prompt shows.
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a conversation takes by name."""
 
-    `response_format` takes "text" or "json_object" and reads back "json_schema" or "regex" where `response_schema` or
-    `response_regex` was given. `tools` reads an empty list where none are.
-    """
-
-    messages: list[Message] = msgspec.field(default_factory=_no_messages)
     thinking_mode: bool = True
     tools: list[ToolDefinition] = msgspec.field(default_factory=_no_tools)
     tool_choice: ToolChoice = "auto"
@@ -254,6 +245,16 @@ class Conversation(msgspec.Struct, frozen=True):
     response_format: ResponseFormat = "text"
     response_schema: Any = None
     response_regex: str | None = None
+
+
+class Conversation(_Settings, frozen=True):
+    """Everything that a prompt shows.
+
+    `response_format` takes "text" or "json_object" and reads back "json_schema" or "regex" where `response_schema` or
+    `response_regex` was given. `tools` reads an empty list where none are.
+    """
+
+    messages: list[Message] = msgspec.field(default_factory=_no_messages)
 
     def __post_init__(self) -> None:
         force_setattr(self, "messages", _listed("messages", self.messages, Message))
@@ -292,5 +293,6 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    require_str(name, value)
     if value not in allowed:
         raise ValueError(f"invalid {name} {value!r}; expected one of {', '.join(allowed)}")

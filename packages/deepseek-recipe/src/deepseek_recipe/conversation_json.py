@@ -8,7 +8,8 @@ The form is that of the test vectors; the command line reads and writes it.
 from __future__ import annotations
 
 import base64
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from deepseek_recipe.conversation import (
     AssistantMessage,
@@ -22,8 +23,11 @@ from deepseek_recipe.conversation import (
     UserMessage,
 )
 from deepseek_recipe.images.sources import BytesImageSource, DataUrlImageSource, ImageSource, UrlImageSource
+from deepseek_recipe.json_text import is_array, is_object
 
 __all__ = ["conversation_from_json", "conversation_to_json"]
+
+_Built = TypeVar("_Built")
 
 
 def conversation_to_json(conversation: Conversation) -> dict[str, Any]:
@@ -52,10 +56,25 @@ def conversation_from_json(value: dict[str, Any]) -> Conversation:
     if given.get("response_format") in ("json_schema", "regex"):
         del given["response_format"]  # it follows from the schema or the regex
     return Conversation(
-        messages=[_message_from_json(m) for m in value.get("messages") or ()],
-        tools=[ToolDefinition(**t) for t in value.get("tools") or ()],
+        messages=[_message_from_json(message) for message in _objects(value, "messages") or ()],
+        tools=[_built(ToolDefinition, tool) for tool in _objects(value, "tools") or ()],
         **given,
     )
+
+
+def _objects(value: dict[str, Any], name: str) -> list[dict[str, Any]] | None:
+    """The list of objects under `name`, if there is one."""
+    items = value.get(name)
+    if items is not None and not (is_array(items) and all(map(is_object, items))):
+        raise ValueError(f"{name} must be a list of objects, not {items!r:.80}")
+    return items
+
+
+def _built(kind: Callable[..., _Built], fields: dict[str, Any]) -> _Built:
+    try:
+        return kind(**fields)
+    except TypeError as error:  # fields that are missing, unknown, or of a wrong type
+        raise ValueError(f"{error}, in {fields!r:.80}") from None
 
 
 def tool_to_json(tool: ToolDefinition) -> dict[str, Any]:
@@ -78,25 +97,34 @@ def _message_to_json(message: Message) -> dict[str, Any]:
     }
     if isinstance(message, SystemMessage):
         out["tools"] = None if message.tools is None else [tool_to_json(tool) for tool in message.tools]
+    if isinstance(message, (SystemMessage, UserMessage, ToolMessage)):
+        out.update({name: value for name, value in _placeholders(message).items() if value is not None})
     return out
+
+
+def _placeholders(message: SystemMessage | UserMessage | ToolMessage) -> dict[str, Any]:
+    offsets = message.image_offsets
+    return {"image_token": message.image_token, "image_offsets": None if offsets is None else list(offsets)}
 
 
 def _message_from_json(value: dict[str, Any]) -> Message:
     content = value.get("content", "")
-    images = [_source_from_json(source) for source in value.get("image_sources") or ()]
+    images = [_source_from_json(source) for source in _objects(value, "image_sources") or ()]
+    places = {name: value.get(name) for name in ("image_token", "image_offsets")}
     role = value.get("role")
     if role == "system":
-        tools = value.get("tools")
-        return SystemMessage(content, images, None if tools is None else [ToolDefinition(**t) for t in tools])
+        tools = _objects(value, "tools")
+        tools = None if tools is None else [_built(ToolDefinition, tool) for tool in tools]
+        return SystemMessage(content, images, tools, **places)
     if role == "user":
-        return UserMessage(content, images)
+        return UserMessage(content, images, **places)
     if role == "tool":
-        return ToolMessage(content, value.get("tool_call_id"), images)
+        return ToolMessage(content, value.get("tool_call_id"), images, **places)
     if role == "latest_reminder":
         return LatestReminderMessage(content)
     if role == "assistant":
-        calls = value.get("tool_calls")
-        calls = None if calls is None else [ToolCall(**call) for call in calls]
+        calls = _objects(value, "tool_calls")
+        calls = None if calls is None else [_built(ToolCall, call) for call in calls]
         return AssistantMessage(content, value.get("reasoning_content"), calls, bool(value.get("prefix")))
     raise ValueError(f"unknown role {role!r} of a message")
 
@@ -109,11 +137,17 @@ def _source_to_json(source: ImageSource) -> dict[str, Any]:
 
 
 def _source_from_json(value: dict[str, Any]) -> ImageSource:
-    kind, detail, path = value.get("kind"), value.get("detail", "high"), value.get("path", "")
-    if kind == "data_url":
-        return DataUrlImageSource(value["data_url"], detail, path)
-    if kind == "url":
-        return UrlImageSource(value["url"], detail, path)
-    if kind == "bytes":
-        return BytesImageSource(base64.b64decode(value["data"], validate=True), detail, path)
-    raise ValueError(f"unknown kind {kind!r} of an image source")
+    kinds: dict[str, Callable[..., ImageSource]] = {
+        "data_url": DataUrlImageSource,
+        "url": UrlImageSource,
+        "bytes": _base64_source,
+    }
+    fields = dict(value)
+    kind = fields.pop("kind", None)
+    if kind not in kinds:
+        raise ValueError(f"unknown kind {kind!r} of an image source")
+    return _built(kinds[kind], fields)
+
+
+def _base64_source(data: str, **place: Any) -> BytesImageSource:
+    return BytesImageSource(base64.b64decode(data, validate=True), **place)

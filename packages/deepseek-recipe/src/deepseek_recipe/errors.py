@@ -56,7 +56,7 @@ class ImageError(Exception):
 
 
 class CalcResizeError(ValueError):
-    """An image size for which the resize rule finds no fixed point, or that is not positive."""
+    """An image size for which the resize rule finds no fixed point."""
 
 
 class MalformedToolCallError(RuntimeError):

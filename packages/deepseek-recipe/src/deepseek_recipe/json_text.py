@@ -46,6 +46,8 @@ _TOO_DEEP = f"more than {MAX_DEPTH} containers inside one another"
 
 _I64_MIN, _U64_MAX = -(2**63), 2**64 - 1
 
+_READER_PATH = re.compile(r" - at `\$.*`$")
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
 _MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
 _LONG_INTEGER = re.compile(rb"\d{19}")
@@ -229,6 +231,10 @@ def _has_minus_zero(data: bytes) -> bool:
 
 
 def _explained(message: str, data: bytes) -> str:
+    lone = _LONE_SURROGATE.search(data) if message == "Input data was truncated" else None
+    if lone is not None:
+        return f"a surrogate escape without its other half at {_place(data, lone.start())}"
+    message = _READER_PATH.sub("", message)
     found = _BYTE_OFFSET.search(message)
     return message if found is None else f"{message[: found.start()]} at {_place(data, int(found[1]))}"
 

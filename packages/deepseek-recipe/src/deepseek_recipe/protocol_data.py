@@ -7,8 +7,6 @@ different prompt for the model, so nothing here may be reworded, and a test comp
 In `TOOLS_BLOCK_BEFORE` the words in braces stand for special tokens and for the tag names of `DSML_TAGS`.
 """
 
-
-
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.enums import NamedEnum
 
 __all__ = ["DEFAULT_SPECIAL_TOKENS", "SpecialToken", "SpecialTokens"]
@@ -66,14 +67,13 @@ class SpecialTokens:
         spellings: dict[SpecialToken, str] = {}
         for token in SpecialToken:
             spelling = given[token.value]
-            if spelling is not None and not isinstance(spelling, str):
-                raise TypeError(f"{token.value} must be a str or None, not {type(spelling).__name__}")
+            require_str(token.value, spelling, optional=True)
             spellings[token] = token.default_str() if spelling is None else spelling
         self._spellings = spellings
 
     def token(self, token: SpecialToken) -> str:
         """The spelling of `token` in this table."""
-        return self._spellings[token]
+        return self._spellings[require_instance("token", token, SpecialToken)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SpecialTokens) and self._spellings == other._spellings

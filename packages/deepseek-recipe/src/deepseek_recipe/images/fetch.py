@@ -1,22 +1,26 @@
 """Fetches images over HTTP(S), only from public addresses.
 
-    url ─▶ resolve host ─▶ every address public and allowed? ─▶ connect to just that address ─▶ redirect? from the start
-                            no: DestinationRejected              (no second look-up in between)     ─▶ body, bounded
+    url ─▶ resolve host ─▶ all public? ─▶ some allowed? ─▶ connect to just those ─▶ redirect? from the start
+                            no: DestinationRejected          (no second look-up)          ─▶ body, bounded
+
+A timer ends the whole exchange, since a time limit on single reads does not stop a server that sends a byte at a time.
 
 Nothing in this package fetches on its own: a server that wants to has to build a fetcher and hand it to a resolver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from deepseek_recipe.checks import require_int_in
+from deepseek_recipe.checks import require_int_in, require_str
 from deepseek_recipe.errors import ImageError
 
 __all__ = ["DestinationFilter", "HttpImageFetcher", "ReqwestImageFetcher"]
@@ -53,11 +57,14 @@ class HttpImageFetcher:
         fetcher._max_bytes = max_bytes
         return fetcher
 
-    def with_destination_filter(self, allows: DestinationFilter) -> HttpImageFetcher:
-        """A copy that also asks `allows(host, address)` before every connection."""
-        if not callable(allows):
-            raise TypeError(f"argument 'allows' must be callable, not {type(allows).__name__}")
-        return self._copy(allows=allows)
+    def with_destination_filter(self, destination_filter: DestinationFilter) -> HttpImageFetcher:
+        """A copy that also asks `destination_filter(host, address)` before every connection.
+
+        An address is refused unless the answer is True; a filter that raises refuses too.
+        """
+        if not callable(destination_filter):
+            raise TypeError(f"argument 'destination_filter' must be callable, not {type(destination_filter).__name__}")
+        return self._copy(allows=destination_filter)
 
     def with_private_addresses(self) -> HttpImageFetcher:
         """A copy that may also connect to private addresses, for closed networks; combine it with a filter."""
@@ -65,6 +72,7 @@ class HttpImageFetcher:
 
     def fetch(self, url: str) -> bytes:
         """The body behind `url`. ImageError: InvalidUrl, DestinationRejected, ImageTooLarge, Fetch (retryable)."""
+        require_str("url", url)
         deadline_s = time.monotonic() + _TOTAL_TIMEOUT_S
         for _ in range(_MAX_REDIRECTS + 1):
             parts = _checked_url(url)
@@ -85,8 +93,11 @@ class HttpImageFetcher:
         """(redirect target, None) or (None, body)."""
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        connection = _PinnedConnection(host, port, self._allowed_address(host, port), tls=parts.scheme == "https")
+        connection = _PinnedConnection(host, port, self._allowed_addresses(host, port), tls=parts.scheme == "https")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        timer = threading.Timer(max(deadline_s - time.monotonic(), 0.0), connection.shut_down)
+        timer.daemon = True
+        timer.start()
         try:
             connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "deepseek-recipe"})
             response = connection.getresponse()
@@ -97,11 +108,13 @@ class HttpImageFetcher:
                 raise ImageError(f"{host} answered {response.status}", kind="Fetch", is_retryable=retryable)
             return None, self._read(response, deadline_s)
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            _check_deadline(deadline_s)
             raise ImageError(f"cannot fetch from {host}: {error}", kind="Fetch", is_retryable=True) from None
         finally:
+            timer.cancel()
             connection.close()
 
-    def _allowed_address(self, host: str, port: int) -> str:
+    def _allowed_addresses(self, host: str, port: int) -> list[str]:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -110,21 +123,36 @@ class HttpImageFetcher:
         for address in addresses:
             if not self._allow_private and not _is_public(address):
                 raise ImageError(f"{host} resolves to {address}, which is not public", kind="DestinationRejected")
-            if self._allows is not None and not self._allows(host, address):
-                raise ImageError(f"{host} at {address} is refused by the filter", kind="DestinationRejected")
-        return addresses[0]
+        allowed = [address for address in addresses if self._is_allowed(host, address)]
+        if not allowed:
+            raise ImageError(f"{host} at {', '.join(addresses)} is refused by the filter", kind="DestinationRejected")
+        return allowed
+
+    def _is_allowed(self, host: str, address: str) -> bool:
+        if self._allows is None:
+            return True
+        try:
+            return self._allows(host, address) is True
+        except Exception:  # a filter that cannot tell must not let through
+            return False
 
     def _read(self, response: http.client.HTTPResponse, deadline_s: float) -> bytes:
         chunks: list[bytes] = []
         num_bytes = 0
-        while chunk := response.read(_READ_BYTES):
+        while chunk := response.read1(_READ_BYTES):
             num_bytes += len(chunk)
             if num_bytes > self._max_bytes:
                 raise ImageError(f"the image is over the limit of {self._max_bytes} bytes", kind="ImageTooLarge")
-            if time.monotonic() > deadline_s:
-                raise ImageError(f"fetching took over {_TOTAL_TIMEOUT_S:g} s", kind="Fetch", is_retryable=True)
             chunks.append(chunk)
+        _check_deadline(deadline_s)
+        if response.length:
+            raise ImageError(f"the body ends {response.length} bytes early", kind="Fetch", is_retryable=True)
         return b"".join(chunks)
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if time.monotonic() >= deadline_s:
+        raise ImageError(f"fetching took over {_TOTAL_TIMEOUT_S:g} s", kind="Fetch", is_retryable=True)
 
 
 ReqwestImageFetcher = HttpImageFetcher
@@ -132,15 +160,34 @@ ReqwestImageFetcher = HttpImageFetcher
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """A connection to an address that was checked, under the name of its host."""
+    """A connection to one of the addresses that were checked, under the name of their host."""
 
-    def __init__(self, host: str, port: int, address: str, *, tls: bool) -> None:
+    def __init__(self, host: str, port: int, addresses: list[str], *, tls: bool) -> None:
         super().__init__(host, port, timeout=_TIMEOUT_S)
-        self._address = address
+        self._addresses = addresses
         self._tls = tls
+        self._is_shut = False
 
     def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        for address in self._addresses[:-1]:
+            try:
+                self._connect_to(address)
+            except OSError:
+                continue
+            return
+        self._connect_to(self._addresses[-1])
+
+    def shut_down(self) -> None:
+        """Ends the exchange from another thread: whoever waits for the server sees its end."""
+        self._is_shut = True
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def _connect_to(self, address: str) -> None:
+        if self._is_shut:
+            raise TimeoutError("out of time")
+        self.sock = socket.create_connection((address, self.port), self.timeout)
         if self._tls:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 

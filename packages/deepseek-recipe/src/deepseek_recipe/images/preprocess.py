@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deepseek_recipe.checks import require_int_in
+from deepseek_recipe.checks import require_bytes, require_instance, require_int_in
 from deepseek_recipe.errors import ImageError
 from deepseek_recipe.images.sizing import image_size
 from deepseek_recipe.images.sources import Detail
@@ -48,7 +48,8 @@ class PillowImagePreprocessor:
         """The image of a PNG, JPEG, GIF or WebP file. ImageError says what is wrong with it."""
         from deepseek_recipe.images.resolve import ImageInfo
 
-        if not data:
+        require_instance("options", options, PreprocessOptions)
+        if not require_bytes("data", data):
             raise ImageError("the image is empty", kind="EmptyImage")
         image = _decoded(data, options)
         width, height = image.size

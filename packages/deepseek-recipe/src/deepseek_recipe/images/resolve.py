@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec.structs import force_setattr
 
-from deepseek_recipe.checks import require_int_in, require_list
+from deepseek_recipe.checks import require_bytes, require_instance, require_int_in, require_list
 from deepseek_recipe.errors import ImageError
 from deepseek_recipe.images.preprocess import PreprocessOptions
 from deepseek_recipe.images.sizing import image_size
@@ -41,6 +41,7 @@ class ImageInfo(msgspec.Struct, frozen=True):
     height: int
 
     def __post_init__(self) -> None:
+        force_setattr(self, "data", require_bytes("data", self.data))
         require_int_in("width", self.width, 0, _MAX_SIZE)
         require_int_in("height", self.height, 0, _MAX_SIZE)
 
@@ -118,6 +119,7 @@ class ImageResolver:
     def resolve(self, sources: Iterable[ImageSource], quota: ImageQuota) -> MultiModalData:
         """The images of all sources. ImageError names the place, the limit and the cause; the quota then stays."""
         pending = require_list("sources", sources, ImageSource)
+        require_instance("quota", quota, ImageQuota)
         image_count = quota.image_count() + len(pending)
         byte_size = quota.byte_size()
         if image_count > MAX_IMAGES:

@@ -38,12 +38,10 @@ class ImageSize(NamedTuple):
 def image_size(width: int, height: int) -> ImageSize:
     """The settled size of an image of `width` x `height` pixels.
 
-    CalcResizeError for a side of 0 or a size that does not settle.
+    CalcResizeError for a size that does not settle.
     """
     require_int_in("width", width, 0, _MAX_SIDE_PX)
     require_int_in("height", height, 0, _MAX_SIDE_PX)
-    if not width or not height:
-        raise CalcResizeError(f"an image of {width} x {height} pixels has no size")
     size = (width, height)
     for _ in range(_MAX_ROUNDS):
         settled = _one_round(*size)
@@ -54,13 +52,13 @@ def image_size(width: int, height: int) -> ImageSize:
 
 
 def _one_round(width: int, height: int) -> tuple[int, int]:
-    if width * height < _MIN_PIXELS:
+    if 0 < width * height < _MIN_PIXELS:
         factor = math.sqrt(_MIN_PIXELS / (width * height))
         width, height = int(width * factor), int(height * factor)
     width, height = _whole_patches_up(width), _whole_patches_up(height)
     if _tokens(width, height) <= _MAX_TOKENS:
         return width, height
-    ratio = height / width
+    ratio = height / width if width else math.inf
     cols = math.sqrt(_MAX_GRID_TOKENS / ratio + 0.25) - 0.5
     rows = cols * ratio
     if cols < 1:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from deepseek_recipe.checks import require_str
+from deepseek_recipe.checks import quoted, require_bytes, require_str
 
 __all__ = ["BytesImageSource", "DataUrlImageSource", "Detail", "ImageSource", "UrlImageSource"]
 
@@ -43,52 +43,63 @@ class ImageSource:
         return None
 
 
+class _Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is given by name: `path`."""
+
+    path: str = ""
+
+
 def _check(detail: object, path: object) -> None:
+    require_str("detail", detail)
     if detail not in _DETAILS:
         raise ValueError(f'invalid detail {detail!r}; expected "low", "high", "original", or "auto"')
     require_str("path", path)
 
 
-def _copied_bytes(data: object) -> bytes:
-    if not isinstance(data, (bytes, bytearray)):
-        raise TypeError(f"argument 'data' must be bytes, not {type(data).__name__}")
-    return bytes(data)
+def _shown(source: ImageSource, where: str) -> str:
+    return f"{type(source).__name__}({where}, detail={quoted(source.detail)}, path={quoted(source.path)})"
 
 
-class DataUrlImageSource(msgspec.Struct, ImageSource, frozen=True):
+class DataUrlImageSource(_Placed, ImageSource, frozen=True):
     """An image inside a `data:` URL."""
 
     kind: ClassVar[str] = "data_url"
     data_url: str  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
-    path: str = ""
 
     def __post_init__(self) -> None:
         require_str("data_url", self.data_url)
         _check(self.detail, self.path)
 
+    def __repr__(self) -> str:
+        return _shown(self, quoted(self.data_url))
 
-class UrlImageSource(msgspec.Struct, ImageSource, frozen=True):
+
+class UrlImageSource(_Placed, ImageSource, frozen=True):
     """An image that a fetcher has to get."""
 
     kind: ClassVar[str] = "url"
     url: str  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
-    path: str = ""
 
     def __post_init__(self) -> None:
         require_str("url", self.url)
         _check(self.detail, self.path)
 
+    def __repr__(self) -> str:
+        return _shown(self, quoted(self.url))
 
-class BytesImageSource(msgspec.Struct, ImageSource, frozen=True):
+
+class BytesImageSource(_Placed, ImageSource, frozen=True):
     """The bytes of an image file (PNG, JPEG, GIF or WebP)."""
 
     kind: ClassVar[str] = "bytes"
     data: bytes  # pyright: ignore[reportIncompatibleMethodOverride] - a field for the default
     detail: Detail = "high"
-    path: str = ""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "data", _copied_bytes(self.data))
+        force_setattr(self, "data", require_bytes("data", self.data))
         _check(self.detail, self.path)
+
+    def __repr__(self) -> str:
+        return _shown(self, f"<{len(self.data)} bytes>")

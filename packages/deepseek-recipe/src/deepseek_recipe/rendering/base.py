@@ -12,12 +12,11 @@ from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.conversation import Conversation, ToolCall, ToolDefinition
 from deepseek_recipe.json_text import JsonTextError, is_object, loads
 from deepseek_recipe.rendering.prompt import PromptBuilder, RenderedPrompt
+from deepseek_recipe.tokenizer import Tokenizer
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialToken, SpecialTokens
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from deepseek_recipe.tokenizer import Tokenizer
 
 __all__ = ["PromptEncoding"]
 
@@ -48,7 +47,7 @@ class PromptEncoding(ABC):
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
         """A copy that encodes with `tokenizer`."""
         copy = type(self)()
-        copy._tokenizer = tokenizer
+        copy._tokenizer = require_instance("tokenizer", tokenizer, Tokenizer)
         copy._use_spellings(self._special_tokens)
         return copy
 

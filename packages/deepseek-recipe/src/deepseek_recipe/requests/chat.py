@@ -269,10 +269,10 @@ class _Messages:
             return self._assistant(turn, path)
         content = self._content(turn.content, path)
         if isinstance(turn, wire.UserTurn):
-            return UserMessage(content.text, content.sources, content.image_token, content.offsets)
+            return UserMessage(content.text, content.sources, **content.placeholders)
         if isinstance(turn, wire.ToolTurn):
-            return ToolMessage(content.text, turn.tool_call_id, content.sources, content.image_token, content.offsets)
-        return SystemMessage(content.text, content.sources, None, content.image_token, content.offsets)
+            return ToolMessage(content.text, turn.tool_call_id, content.sources, **content.placeholders)
+        return SystemMessage(content.text, content.sources, None, **content.placeholders)
 
     def _assistant(self, turn: wire.AssistantTurn, path: str) -> AssistantMessage:
         if turn.content is None and turn.tool_calls is None:

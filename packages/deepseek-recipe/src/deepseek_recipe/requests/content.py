@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from deepseek_recipe.images.sources import ImageSource
 from deepseek_recipe.tokens import SpecialToken
 
@@ -43,13 +45,13 @@ class ContentBuilder:
         return self._parts[0] if len(self._parts) == 1 else _JOINT.join(self._parts)
 
     @property
-    def image_token(self) -> str | None:
-        """The spelling of the placeholders, where there are any and it is not the default."""
-        return self._image if self.sources and self._image != _DEFAULT_IMAGE else None
-
-    @property
-    def offsets(self) -> tuple[int, ...] | None:
-        """Where the placeholders start, where the text holds further spellings."""
-        if not self.sources or self.text.count(self._image) == len(self.sources):
-            return None
-        return tuple(self._offsets)
+    def placeholders(self) -> dict[str, Any]:
+        """Arguments that say where the placeholders are, as far as the defaults do not: spelling and offsets."""
+        if not self.sources:
+            return {}
+        is_default = self._image == _DEFAULT_IMAGE
+        has_more = self.text.count(self._image) != len(self.sources)
+        return {
+            "image_token": None if is_default else self._image,
+            "image_offsets": self._offsets if has_more else None,
+        }

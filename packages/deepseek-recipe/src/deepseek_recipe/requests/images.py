@@ -36,7 +36,7 @@ def url_source(url: str, detail: Detail | None, path: str, part_path: str) -> Ur
             f"{part_path}: an image URL of {length} bytes is longer than the limit of {_MAX_URL_BYTES}; "
             "send the image as a base64 data URL"
         )
-    return UrlImageSource(url, detail or "high", path)
+    return UrlImageSource(url, detail or "high", path=path)
 
 
 def data_url_source(url: str, detail: Detail | None, path: str) -> DataUrlImageSource:
@@ -49,7 +49,7 @@ def data_url_source(url: str, detail: Detail | None, path: str) -> DataUrlImageS
         raise ConversionError(f"{path}: image type {media_type!r} is not supported; use webp, png, jpeg or gif")
     if not _is_base64(data):
         raise ConversionError(f"{path}: the data URL does not hold base64")
-    return DataUrlImageSource(url, detail or "high", path)
+    return DataUrlImageSource(url, detail or "high", path=path)
 
 
 def base64_source(media_type: str, data: str, path: str, part_path: str) -> DataUrlImageSource:
@@ -62,7 +62,7 @@ def base64_source(media_type: str, data: str, path: str, part_path: str) -> Data
     padding_missing = len(data) - len(bare) < -len(bare) % 4
     if raw is None or padding_missing or base64.b64encode(raw).rstrip(b"=") != bare.encode():
         raise ConversionError(f"{part_path}: the data of the image is not standard base64 with padding")
-    return DataUrlImageSource(f"data:{media_type};base64,{base64.b64encode(raw).decode()}", "high", path)
+    return DataUrlImageSource(f"data:{media_type};base64,{base64.b64encode(raw).decode()}", "high", path=path)
 
 
 def _is_base64(data: str) -> bool:

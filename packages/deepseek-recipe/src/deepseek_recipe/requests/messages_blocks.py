@@ -99,7 +99,7 @@ class BlockConverter:
                 raise ConversionError(f"{path}.content[{index}]: tool_result blocks must come first in their message")
             part_path = f"{path}.content[{index}]"
             content = self._content([block], part_path, partial(_only_place, part_path))
-            out.append(UserMessage(content.text, content.sources, content.image_token, content.offsets))
+            out.append(UserMessage(content.text, content.sources, **content.placeholders))
         if self._referenced:
             names = dict.fromkeys(self._referenced)
             known = [self._active[name] for name in names if name in self._active]
@@ -114,7 +114,7 @@ class BlockConverter:
         parts = [TextPart(block.content)] if isinstance(block.content, str) else block.content or []
         place = f"{path}.tool_result"
         content = self._content(parts, place, lambda index: f"{place}.content[{index}]")
-        return ToolMessage(content.text, block.tool_use_id, content.sources, content.image_token, content.offsets)
+        return ToolMessage(content.text, block.tool_use_id, content.sources, **content.placeholders)
 
     # ---- assistant and system ----------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class BlockConverter:
                 out.append(UserMessage(protocol_data.SYSTEM_REMINDER.format(text=content.text)))
             return
         known = [self._active[name] for name in dict.fromkeys(additions) if name in self._active]
-        out.append(SystemMessage(content.text, content.sources, known or None, content.image_token, content.offsets))
+        out.append(SystemMessage(content.text, content.sources, known or None, **content.placeholders))
 
     def _require_declared(self, name: str, path: str) -> None:
         if name not in self._declared:

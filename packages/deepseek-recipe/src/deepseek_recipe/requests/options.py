@@ -51,6 +51,7 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
         require_instance("special_tokens", self.special_tokens, SpecialTokens)
         for name in ("thinking_max_tokens_upper_bound", "non_thinking_max_tokens_upper_bound"):
             require_int_in(name, getattr(self, name), 0, _U32_MAX)
+        require_instance("model_versions_by_name", self.model_versions_by_name, Mapping)
         for name, version in self.model_versions_by_name.items():
             require_str("model name", name)
             require_instance("model_version", version, ModelVersion)
@@ -60,38 +61,40 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.error_shape not in ("openai", "native"):
             raise ValueError(f"invalid error_shape {self.error_shape!r}; expected openai or native")
 
-    def with_default_thinking_mode(self, value: bool) -> ConversionOptions:
+    def with_default_thinking_mode(self, default_thinking_mode: bool) -> ConversionOptions:
         """A copy with another default for requests that do not say whether to think."""
-        return replace(self, default_thinking_mode=value)
+        return replace(self, default_thinking_mode=default_thinking_mode)
 
-    def with_reasoning_content_behavior(self, value: ReasoningContentBehavior) -> ConversionOptions:
+    def with_reasoning_content_behavior(
+        self, reasoning_content_behavior: ReasoningContentBehavior
+    ) -> ConversionOptions:
         """A copy with another treatment of missing reasoning."""
-        return replace(self, reasoning_content_behavior=value)
+        return replace(self, reasoning_content_behavior=reasoning_content_behavior)
 
-    def with_responses_web_search(self, value: WebSearchBehavior) -> ConversionOptions:
+    def with_responses_web_search(self, responses_web_search: WebSearchBehavior) -> ConversionOptions:
         """A copy with another treatment of hosted web search in Responses."""
-        return replace(self, responses_web_search=value)
+        return replace(self, responses_web_search=responses_web_search)
 
-    def with_messages_web_search(self, value: WebSearchBehavior) -> ConversionOptions:
+    def with_messages_web_search(self, messages_web_search: WebSearchBehavior) -> ConversionOptions:
         """A copy with another treatment of hosted web search in Messages."""
-        return replace(self, messages_web_search=value)
+        return replace(self, messages_web_search=messages_web_search)
 
-    def with_special_tokens(self, value: SpecialTokens) -> ConversionOptions:
+    def with_special_tokens(self, special_tokens: SpecialTokens) -> ConversionOptions:
         """A copy with other spellings of the special tokens."""
-        return replace(self, special_tokens=value)
+        return replace(self, special_tokens=special_tokens)
 
-    def with_model_alias(self, name: str, version: ModelVersion) -> ConversionOptions:
-        """A copy that also serves `version` under `name`."""
-        return replace(self, model_versions_by_name={**self.model_versions_by_name, name: version})
+    def with_model_alias(self, model: str, model_version: ModelVersion) -> ConversionOptions:
+        """A copy that also serves `model_version` under the name `model`."""
+        return replace(self, model_versions_by_name={**self.model_versions_by_name, model: model_version})
 
-    def with_model_versions_by_name(self, value: Mapping[str, ModelVersion]) -> ConversionOptions:
+    def with_model_versions_by_name(self, model_versions_by_name: Mapping[str, ModelVersion]) -> ConversionOptions:
         """A copy that serves these models only."""
-        return replace(self, model_versions_by_name=value)
+        return replace(self, model_versions_by_name=model_versions_by_name)
 
-    def with_thinking_max_tokens_upper_bound(self, value: int) -> ConversionOptions:
+    def with_thinking_max_tokens_upper_bound(self, thinking_max_tokens_upper_bound: int) -> ConversionOptions:
         """A copy with another bound on the requested tokens when thinking."""
-        return replace(self, thinking_max_tokens_upper_bound=value)
+        return replace(self, thinking_max_tokens_upper_bound=thinking_max_tokens_upper_bound)
 
-    def with_non_thinking_max_tokens_upper_bound(self, value: int) -> ConversionOptions:
+    def with_non_thinking_max_tokens_upper_bound(self, non_thinking_max_tokens_upper_bound: int) -> ConversionOptions:
         """A copy with another bound on the requested tokens when not thinking."""
-        return replace(self, non_thinking_max_tokens_upper_bound=value)
+        return replace(self, non_thinking_max_tokens_upper_bound=non_thinking_max_tokens_upper_bound)

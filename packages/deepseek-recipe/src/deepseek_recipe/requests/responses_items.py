@@ -119,9 +119,7 @@ class ItemConverter:
             content = self._content(item.content, path)
             is_user = item.role == "user" or (item.role == "developer" and self._reader.is_pro)
             kind = UserMessage if is_user else SystemMessage
-            self._out.append(
-                kind(content.text, content.sources, image_token=content.image_token, image_offsets=content.offsets)
-            )
+            self._out.append(kind(content.text, content.sources, **content.placeholders))
 
     def _open_turn(self) -> AssistantTurn:
         self._close_turn()
@@ -173,7 +171,7 @@ class ItemConverter:
 
     def _result(self, item: Any, path: str) -> ToolMessage:
         content = self._content(item.output, path)
-        return ToolMessage(content.text, item.call_id, content.sources, content.image_token, content.offsets)
+        return ToolMessage(content.text, item.call_id, content.sources, **content.placeholders)
 
     def _close_group(self) -> None:
         """Writes the outputs of the last calls in the order of the calls, then the tools that they made known."""

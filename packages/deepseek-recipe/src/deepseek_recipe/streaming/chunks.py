@@ -174,10 +174,16 @@ def _sequence(name: str, value: object) -> Sequence[Any]:
 
 
 def _checked_logprobs(entry: object) -> TokenLogprobs:
-    if not isinstance(entry, (tuple, list)) or len(cast("Sequence[Any]", entry)) != 2:
-        raise TypeError("an entry of logprobs must be (logprob, [(token id, logprob), ...])")
+    if not isinstance(entry, (tuple, list)):
+        raise TypeError(f"an entry of logprobs must be (logprob, [(token id, logprob), ...]), not {entry!r}")
     logprob, top = cast("Sequence[Any]", entry)
     pairs = [
-        (checked_int("token id", token_id, _MAX_TOKEN_ID), float(value)) for token_id, value in _sequence("top", top)
+        (checked_int("token id", token_id, _MAX_TOKEN_ID), _number(value)) for token_id, value in _sequence("top", top)
     ]
-    return float(logprob), pairs
+    return _number(logprob), pairs
+
+
+def _number(value: object) -> float:
+    if isinstance(value, (str, bytes)):  # which float() would read
+        raise TypeError(f"a log probability must be a number, not {value!r}")
+    return float(cast("float", value))

@@ -54,8 +54,7 @@ class StreamEvent:
 
         Raises: RuntimeError after a response has accumulated it.
         """
-        if self._is_consumed:
-            raise RuntimeError("this event was consumed by accumulate; call to_json before it")
+        self.require_fresh()
         shape = self._shape
         if shape is None:
             return compact(self._data)
@@ -83,10 +82,14 @@ class StreamEvent:
 
         Raises: RuntimeError the second time.
         """
-        if self._is_consumed:
-            raise RuntimeError("this event was already consumed by accumulate")
+        self.require_fresh()
         self._is_consumed = True
         return self._shape, self._text, self._data or {}
+
+    def require_fresh(self) -> None:
+        """Raises RuntimeError if a response has accumulated the event."""
+        if self._is_consumed:
+            raise RuntimeError("this event was consumed by accumulate; use it before")
 
     @property
     def name(self) -> str:

@@ -51,9 +51,10 @@ class Response(ABC, Generic[_EventT]):
     def sse_event_name(cls, chunk: _EventT) -> str | None:
         """The name of the SSE message that carries `chunk`; None if it has none.
 
-        Raises: TypeError for an event of another API.
+        Raises: TypeError for an event of another API, RuntimeError after a response has accumulated it.
         """
         require_instance("chunk", chunk, cls._event_class)
+        chunk.require_fresh()
         return chunk.name or None
 
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Protocol
 
-from deepseek_recipe.checks import require_list
+from deepseek_recipe.checks import require_instance, require_list, require_str
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.decoder import shortest_float32
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
@@ -94,11 +94,13 @@ class ResponsesChunkGenerator(ChunkGenerator):
 
     def with_namespace_tool_map(self, namespace_tool_map: Mapping[str, tuple[str, str]]) -> ResponsesChunkGenerator:
         """Consume this generator; the new one splits the names in the map into (namespace, local name)."""
+        require_instance("namespace_tool_map", namespace_tool_map, Mapping)
         names: dict[str, tuple[str, str]] = {}
         for name, pair in namespace_tool_map.items():
+            require_str("namespace_tool_map", name)
             words = require_list(f"namespace_tool_map[{name!r}]", pair, str)
             if len(words) != 2:
-                raise TypeError(f"namespace_tool_map[{name!r}] must be (namespace, local name), not {pair!r}")
+                raise ValueError(f"namespace_tool_map[{name!r}] must be (namespace, local name), not {pair!r}")
             names[name] = (words[0], words[1])
         generator = self.take()
         generator._namespaces = names
@@ -106,6 +108,8 @@ class ResponsesChunkGenerator(ChunkGenerator):
 
     def with_echo(self, echo: Echo) -> ResponsesChunkGenerator:
         """Consume this generator; the new one reports the settings of the request."""
+        if not callable(getattr(echo, "to_dict", None)):
+            raise TypeError(f"argument 'echo' must be a ResponsesEcho, not {type(echo).__name__}")
         settings = echo.to_dict()
         generator = self.take()
         generator._echo = settings

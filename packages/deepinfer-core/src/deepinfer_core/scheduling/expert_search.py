@@ -32,7 +32,7 @@ type BoolArray = NDArray[np.bool_]
 type Changes = list[tuple[int, int]]  # (slot, its new expert); no device twice
 
 _LEAST_GAIN = 1e-9  # of the busiest load: smaller gains are rounding
-_MOST_STEPS = 64  # of one descent: what it gains falls off long before (docs/expert_balance.md)
+_MOST_STEPS = 64  # of one descent: bounds the time of a layer, which rarely needs as many
 _MOST_EXPLORED_SLOTS = 64  # exploring a larger node takes longer than it gains: its shares are small beside a device
 _EXPLORED_SLOTS = 1_536  # packed in all trials of a node together: bounds the time
 _EXPLORED_BALANCE = 0.999  # mean / busiest that is not worth a further trial
@@ -289,8 +289,8 @@ def search_from(
 ) -> IntArray:
     """Experts of all slots [S], at most `max_moves` of them fetched from elsewhere, and no busier than `previous` [S].
 
-    Nothing is moved where mean / busiest is at least `good_enough`, but for copies that lie twice on a device without
-    need: those always make room, and may take more moves than allowed.
+    Nothing is moved where mean / busiest is at least `good_enough`. Copies that lie twice on a device without need are
+    first replaced, whatever moves that takes; the promises hold from there on.
     """
     kept = _kept(load, slot_start, previous)
     if kept.balance >= good_enough:
@@ -333,7 +333,7 @@ def _explore(start: NodeLayout, least: int, most: int) -> NodeLayout:
     seen = {start.replicas.tobytes()}
     while num_trials > 0 and best.balance < _EXPLORED_BALANCE:
         trials: list[NodeLayout] = []
-        for replicas in _neighbours(current.replicas, least, most):
+        for replicas in _neighbours(start.load, current.replicas, least, most):
             if num_trials > 0 and replicas.tobytes() not in seen:
                 seen.add(replicas.tobytes())
                 trials.append(_built(start.load, start.slot_start, replicas))
@@ -346,10 +346,13 @@ def _explore(start: NodeLayout, least: int, most: int) -> NodeLayout:
     return best
 
 
-def _neighbours(replicas: IntArray, least: int, most: int) -> Iterator[IntArray]:
-    """Counts with one replica of one expert handed to another."""
-    for giver in np.flatnonzero(replicas > least):
-        for taker in np.flatnonzero(replicas < most):
+def _neighbours(load: FloatArray, replicas: IntArray, least: int, most: int) -> Iterator[IntArray]:
+    """Counts with one replica handed on; first to the largest shares, from those that stay small without it."""
+    takers = np.flatnonzero(replicas < most)
+    givers = np.flatnonzero(replicas > least)
+    fewer = load[givers] / (replicas[givers] - 1)
+    for taker in takers[np.argsort(-load[takers] / replicas[takers], kind="stable")]:
+        for giver in givers[np.argsort(fewer, kind="stable")]:
             if giver != taker:
                 changed = replicas.copy()
                 changed[giver] -= 1

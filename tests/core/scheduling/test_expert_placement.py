@@ -225,6 +225,14 @@ def test_a_drifting_load_is_levelled_by_moving_a_quarter_of_the_slots() -> None:
     assert (after.num_moves() <= 112).all()
 
 
+def test_a_single_move_is_found_where_a_swap_is_one_too_many() -> None:
+    topology = ExpertTopology(num_devices=3)
+    before = Placement(np.array([[0, 1, 0, 1, 2, 3, 4]]), topology.slot_start(7), 5)
+    after = plan(np.ones((1, 5)), before, topology, 7)
+    assert len(after.moves) == 1
+    assert device_loads(np.ones((1, 5)), after.placement).max() == 2.5  # it was 3
+
+
 def test_copies_come_from_the_same_node_and_senders_take_turns() -> None:
     topology = ExpertTopology(num_devices=4, num_nodes=2)
     start = topology.slot_start(8)

@@ -318,12 +318,14 @@ def _descend(layout: NodeLayout, max_moves: int | None = None, good_enough: floa
             return
         busiest = int(layout.device_load.argmax())
         goal = layout.device_load[busiest] * (1 - _LEAST_GAIN)
-        after, changes = layout.best_swap(busiest)
-        if after >= goal:
-            after, changes = layout.best_handover(busiest)
-        if after >= goal or (max_moves is not None and layout.num_moves + layout.moves_of(changes) > max_moves):
+        for best_step in (layout.best_swap, layout.best_handover):
+            after, changes = best_step(busiest)
+            is_affordable = max_moves is None or layout.num_moves + layout.moves_of(changes) <= max_moves
+            if after < goal and is_affordable:
+                layout.change(changes)
+                break
+        else:
             return
-        layout.change(changes)
 
 
 def _explore(start: NodeLayout, least: int, most: int) -> NodeLayout:

@@ -30,6 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, help="the answers repeat exactly with the same one")
     parser.add_argument("--drafts", type=int, default=5, help="draft tokens a step, 0 = no speculation")
+    parser.add_argument("--stats", action="store_true", help="print the engine's counters")
     return parser.parse_args()
 
 
@@ -40,12 +41,15 @@ def main() -> None:
         start = time.perf_counter()
         outputs = llm.generate(args.prompts, params)
         seconds = time.perf_counter() - start
+        statistics = llm.statistics()
 
     for output in outputs:
         answer = output.outputs[0]
         print(f"\n--- {output.prompt!r}  ({answer.finish_reason}, seed {answer.seed})")
         print(f"{output.prompt}{answer.text}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if args.stats:
+        print(*(f"{name}: {value}" for name, value in statistics.items()), sep="\n")
     print(f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s")
 
 

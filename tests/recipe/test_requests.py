@@ -336,3 +336,11 @@ def test_a_hostile_body_is_refused(request_type: Any, body: bytes) -> None:
 def test_a_nul_character_passes_as_text() -> None:
     body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "a\\u0000b"}}]}}'
     assert recipe.ChatCompletionRequest(body).convert(STRICT).conversation.messages[0].content == "a\x00b"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_token_limit_out_of_range_is_named_as_it_was_given(field: str) -> None:
+    body = {"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "a"}], field: 10**9}
+    with pytest.raises(recipe.ConversionError, match=rf"^{field}: 1000000000 is outside"):
+        recipe.ChatCompletionRequest(body, dialect="extended").convert(recipe.ConversionOptions())

@@ -111,6 +111,49 @@ def test_closing_from_another_task_ends_a_waiting_consumer() -> None:
     assert (len(seen), is_closed) == (2, True)
 
 
+counts_cancellations = pytest.mark.skipif(
+    not hasattr(asyncio.Task, "uncancel"), reason="Python 3.10 does not count cancellations"
+)
+
+
+@counts_cancellations
+def test_closing_twice_from_another_task_leaves_no_cancellation_behind() -> None:
+    async def run() -> tuple[int, int]:
+        engine = Engine(*texts("a"), hangs=True)
+        events = stream(engine)
+
+        async def consume() -> tuple[int, int]:
+            count = len([event async for event in events])
+            return count, asyncio.current_task().cancelling()  # type: ignore[union-attr]
+
+        consumer = asyncio.create_task(consume())
+        await engine.is_waiting.wait()
+        await asyncio.gather(events.aclose(), events.aclose())
+        return await consumer
+
+    assert asyncio.run(run()) == (2, 0)
+
+
+@counts_cancellations
+def test_a_consumer_that_is_cancelled_while_it_is_closed_is_cancelled() -> None:
+    async def run() -> tuple[bool, bool]:
+        engine = Engine(*texts("a"), hangs=True)
+        events = stream(engine)
+
+        async def consume() -> None:
+            async for _ in events:
+                pass
+
+        consumer = asyncio.create_task(consume())
+        await engine.is_waiting.wait()
+        consumer.cancel()
+        await events.aclose()
+        await asyncio.wait([consumer])
+        return consumer.cancelled(), engine.is_closed
+
+    assert asyncio.run(run()) == (True, True)
+
+
 def test_an_error_of_the_engine_reaches_the_consumer_and_closes() -> None:
     async def broken() -> AsyncIterator[recipe.InferenceChunk]:
         yield texts("a")[0]

@@ -115,9 +115,9 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     parallel = not (extended and body.parallel_tool_calls is False)
     if tools_active:
         constraint = tools_constraint(tools, required=required, thinking=thinking, version=version, parallel=parallel)
-    max_tokens = merged_max_tokens(body) if extended else body.max_tokens
+    field, max_tokens = merged_max_tokens(body) if extended else ("max_tokens", body.max_tokens)
     inference: dict[str, Any] = {
-        "max_tokens": resolve_max_tokens(max_tokens, "max_tokens", thinking, options, clamp=False),
+        "max_tokens": resolve_max_tokens(max_tokens, field, thinking, options, clamp=False),
         "temperature": resolve_temperature(body.temperature, thinking),
         "top_p": resolve_top_p(body.top_p, thinking, version, tools_active=tools_active),
         "logprobs": bool(body.logprobs),

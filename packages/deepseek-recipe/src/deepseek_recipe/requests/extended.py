@@ -38,14 +38,14 @@ def extended_inference(body: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def merged_max_tokens(body: Any) -> int | None:
-    """`max_completion_tokens`, or `max_tokens`; different values of the two are an error."""
+def merged_max_tokens(body: Any) -> tuple[str, int | None]:
+    """The name and the value of `max_completion_tokens` or `max_tokens`; different values of the two are an error."""
     newer = _integer(body, "max_completion_tokens", 1, 2**32 - 1)
     if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
         raise ConversionError(
             f"max_completion_tokens: {newer} disagrees with max_tokens: {body.max_tokens}; give one of them"
         )
-    return body.max_tokens if newer is None else newer
+    return ("max_tokens", body.max_tokens) if newer is None else ("max_completion_tokens", newer)
 
 
 def optional_flag(body: Any, name: str) -> bool | None:

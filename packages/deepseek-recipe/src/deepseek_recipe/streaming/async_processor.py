@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +34,7 @@ class AsyncStreamProcessor(AsyncIterator[Any]):
         self._source = aiter(chunks)
         self._pending: deque[Any] = deque()
         self._pulling: asyncio.Task[Any] | None = None  # the consumer, while it waits for the engine
+        self._is_woken = False  # whether `aclose` has cancelled that wait
         self._is_source_closed = False
         self._is_closed = False
         self._is_complete = False
@@ -69,7 +70,8 @@ class AsyncStreamProcessor(AsyncIterator[Any]):
         self._processor.close()
         if self._pulling is None or self._pulling is asyncio.current_task():
             await self._close_source()
-        else:
+        elif not self._is_woken:
+            self._is_woken = True
             self._pulling.cancel()  # that task closes the engine's iterator, which is in its hands
 
     async def __aenter__(self) -> AsyncStreamProcessor:
@@ -93,15 +95,15 @@ class AsyncStreamProcessor(AsyncIterator[Any]):
 
     async def _pull(self) -> InferenceChunk | None:
         """The next chunk; None at the end, and when `aclose` was called meanwhile."""
-        self._pulling = asyncio.current_task()
+        task = self._pulling = asyncio.current_task()
+        num_cancelled = _num_cancelled(task)
         try:
             return await anext(self._source)
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:
-            if not self._is_closed:
+            if not self._is_woken or not _is_forgiven(task, num_cancelled):
                 raise
-            _forgive_cancellation()
             await self._close_source()
             return None
         finally:
@@ -114,8 +116,13 @@ class AsyncStreamProcessor(AsyncIterator[Any]):
             await close()
 
 
-def _forgive_cancellation() -> None:
-    """Take back the cancellation by which `aclose` woke this task (Python 3.11 counts them)."""
-    uncancel = getattr(asyncio.current_task(), "uncancel", None)
-    if uncancel is not None:
-        uncancel()
+def _num_cancelled(task: asyncio.Task[Any] | None) -> int:
+    """How often a task was cancelled and did not forgive; Python 3.10 does not count."""
+    count: Callable[[], int] | None = getattr(task, "cancelling", None)
+    return 0 if count is None else count()
+
+
+def _is_forgiven(task: asyncio.Task[Any] | None, num_cancelled: int) -> bool:
+    """Takes back the cancellation by which `aclose` woke the task; False if another one remains that is meant."""
+    uncancel: Callable[[], int] | None = getattr(task, "uncancel", None)
+    return uncancel is None or uncancel() <= num_cancelled

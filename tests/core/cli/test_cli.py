@@ -187,7 +187,7 @@ def test_doctor_says_what_is_broken(
 
 
 def test_bench_measures_both_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--batch", "1,2", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1", "--json"]
+    words = ["--batch", "1,2", "--prompt-tokens", "8", "--output-tokens", "32", "--repeats", "2", "--json"]
     assert main(["bench", *words, *SMALL]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [one["batch"] for one in results] == [1, 2]

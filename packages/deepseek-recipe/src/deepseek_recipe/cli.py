@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parse.add_argument("--request", help="the request that was answered, in JSON")
     parse.add_argument("--ids", action="store_true", help="the output is a JSON list of token ids (needs --tokenizer)")
     parse.add_argument("--stream", action="store_true", help="show every event instead of the response")
-    parse.add_argument("--finish", choices=[r.name.lower() for r in InferenceFinishReason], default="stop")
+    reasons = [reason.name.lower() for reason in InferenceFinishReason]
+    parse.add_argument("--finish", choices=reasons, default="stop", help="why the model stopped (default: stop)")
     return parser
 
 
@@ -99,9 +100,11 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
     command.set_defaults(run=run)
     apis = [*_APIS] if name in ("convert", "parse") else [*_APIS, "conversation"]
     command.add_argument("--api", choices=apis, default="chat", help="what the request is (default: chat)")
-    command.add_argument("--dialect", choices=["strict", "extended"], default="strict")
+    text = "strict: what the protocol has; extended: also the fields of other servers (default: strict)"
+    command.add_argument("--dialect", choices=["strict", "extended"], default="strict", help=text)
     command.add_argument("--model", help="serve this model name as --as (default: the names of the release)")
-    command.add_argument("--as", dest="served_as", choices=_VERSIONS, default="v4.1")
+    text = "prompt format of the name given with --model (default: v4.1)"
+    command.add_argument("--as", dest="served_as", choices=_VERSIONS, default="v4.1", help=text)
     return command
 
 

@@ -78,6 +78,8 @@ def _explained(message: str, value: Any, path: str) -> str:
         except (KeyError, IndexError, TypeError):
             return f"{path + inner}: {rule}".lstrip(".")
     place = (path + inner).lstrip(".") or "the body"
+    if rule.startswith("Invalid value"):  # it names the value itself
+        return f"{place}: {rule}"
     return f"{place}: {rule}, in {_shown(value)}" if "missing" in rule else f"{place}: {rule}, not {_shown(value)}"
 
 

@@ -24,6 +24,22 @@ def test_weights_beyond_the_machine_are_refused_before_a_shard_is_opened(tmp_pat
         LLM(tmp_path, quiet=True)
 
 
+@pytest.mark.bad_input
+def test_weights_that_cannot_fit_are_not_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "config.json").write_text(json.dumps(release_json()))
+        shutil.copy(MODEL / "tokenizer.json", tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CapacityError, match="take a smaller checkpoint"):
+        LLM("owner/name", quiet=True)
+    assert asked == [["*.json"]]
+
+
 def test_the_start_says_what_open_settings_became(capsys: pytest.CaptureFixture[str]) -> None:
     with LLM(MODEL, max_model_len=96, max_num_seqs=2, draft_schedule="fixed", cpu_kernels="reference"):
         pass

@@ -13,6 +13,7 @@ import math
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,7 +86,10 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""
     choice = choose_provider(config.accelerator)
     form: Form = "plain" if choice.provider is None else choice.provider.cache_form
-    folder = resolve_model(config.model, accelerator=choice.name, revision=config.revision, progress=not config.quiet)
+    find_model = partial(
+        resolve_model, config.model, accelerator=choice.name, revision=config.revision, progress=not config.quiet
+    )
+    folder = find_model(weights=False)  # shards on the hub are fetched when everything else is in order
     model_config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_path(
         config.tokenizer or folder, bos_token_id=model_config.bos_token_id, eos_token_id=model_config.eos_token_id
@@ -99,6 +103,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, choice)
     _check_weights_fit(config, model_config, choice.device, form, folder)
+    folder = find_model()
     weights = load_model_weights(
         folder,
         model_config,

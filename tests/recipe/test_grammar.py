@@ -202,3 +202,34 @@ def test_what_cannot_be_enforced_is_an_error(parameters: dict[str, Any]) -> None
     constraint = constraint_of({"tools": tools(parameters)})
     with pytest.raises(SchemaError):
         constraint.grammar()
+
+
+def tool_constraint(parameters: dict[str, Any]) -> recipe.OutputConstraint:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return recipe.OutputConstraint("tool_call", json.dumps(tools))
+
+
+def test_definitions_are_repeated_only_where_they_are_referred_to() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#/$defs/x"}}}
+    parameters = {"type": "object", "properties": properties, "$defs": {"x": {"type": "integer"}}}
+    text = tool_constraint(parameters).grammar().text
+    assert text.count('"$defs"') == 1
+    assert '%json {"type":"integer"}' in text
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("parameter", "text"),
+    [
+        ({"type": "array", "items": {"$ref": "#"}}, "not to a definition"),
+        ({"type": "array", "items": {"$ref": "#/properties/p0"}}, "not to a definition"),
+        ({"$ref": "#name"}, "no path"),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}}, "over the limit"),
+    ],
+)
+def test_a_grammar_that_would_be_wrong_or_huge_is_refused(parameter: dict[str, Any], text: str) -> None:
+    definitions = {"x": {"type": "integer", "description": "x" * 20_000}}
+    properties = {f"p{i}": parameter for i in range(1_000)}
+    parameters = {"type": "object", "$defs": definitions, "properties": properties}
+    with pytest.raises(SchemaError, match=text):
+        tool_constraint(parameters).grammar()

@@ -236,3 +236,10 @@ async def _consume(events: AsyncStreamProcessor) -> list[Any]:
 
 def _created(events: list[str]) -> int:
     return recipe.ChatCompletionChunk.from_json(events[0]).to_dict()["created"]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("response_class", [None, "chat", recipe.SseWriter])
+def test_a_writer_needs_a_class_of_responses(response_class: Any) -> None:
+    with pytest.raises(TypeError, match="response_class"):
+        SseWriter(response_class)

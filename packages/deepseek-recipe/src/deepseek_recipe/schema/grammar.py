@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from deepseek_recipe.enums import ModelVersion
-from deepseek_recipe.json_text import compact, is_object, loads
+from deepseek_recipe.json_text import compact, is_array, is_object, loads
 from deepseek_recipe.protocol_data import V4_DSML_TAGS, V41_DSML_TAGS, DsmlTags
 from deepseek_recipe.schema.check import SchemaError
 from deepseek_recipe.tokens import SpecialToken
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "compile_constraint"]
 
 _MAX_ALTERNATIVES = 1_000
+_MAX_GRAMMAR_CHARS = 2**23
 _MAX_REF_STEPS = 64
 _ANY_TEXT = r"(?s:.*)"
 _MARK = '"'
@@ -78,6 +79,7 @@ class _CallGrammar:
         self._marker = marker
         self._tags = tags
         self._rules: list[str] = []
+        self._num_chars = 0
 
     def text(self, functions: list[dict[str, Any]], constraint: OutputConstraint) -> str:
         """The whole grammar."""
@@ -126,6 +128,9 @@ class _CallGrammar:
             parameter = f"{rule}_p{number}"
             attribute = _quoted(f' name="{name}" ')
             self._rules.append(f"{parameter}: {self._parameter(attribute, schema, root)}")
+            self._num_chars += len(self._rules[-1])
+            if self._num_chars > _MAX_GRAMMAR_CHARS:
+                raise SchemaError(f"the grammar of the tools is over the limit of {_MAX_GRAMMAR_CHARS} characters")
             parts.append(parameter if name in required else f"{parameter}?")
         if root.get("additionalProperties") is not False:
             extra = f"{rule}_extra"
@@ -142,7 +147,7 @@ class _CallGrammar:
         raw, other = _split(schema, root)
         alternatives = [f"{open_tag} {_STRING} {value} {close_tag}" for value in raw]
         if other is not None:
-            alternatives.append(f'{open_tag} {_NO_STRING} %json {compact(other)} "</" {close_tag}')
+            alternatives.append(f'{open_tag} {_NO_STRING} %json {compact(_closed(other, root))} "</" {close_tag}')
         if not alternatives:
             raise SchemaError(f"no value fits the parameter with {name}")
         return " | ".join(alternatives)
@@ -150,7 +155,6 @@ class _CallGrammar:
 
 def _split(schema: Any, root: dict[str, Any]) -> tuple[list[str], Any]:
     """(how its strings look in DSML, the JSON Schema of its other values or None)."""
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     schema = _resolved(schema, root)
     if schema is False:
         return [], None
@@ -161,7 +165,7 @@ def _split(schema: Any, root: dict[str, Any]) -> tuple[list[str], Any]:
         halves = [_split(option, root) for option in options]
         raw = list(dict.fromkeys(value for strings, _ in halves for value in strings))
         others = [other for _, other in halves if other is not None]
-        return raw, ({"anyOf": others, **definitions} if others else None)
+        return raw, ({"anyOf": others} if others else None)
     literals = [schema["const"]] if "const" in schema else schema.get("enum")
     if literals is not None:
         if len(literals) > _MAX_ALTERNATIVES:
@@ -175,7 +179,7 @@ def _split(schema: Any, root: dict[str, Any]) -> tuple[list[str], Any]:
     others = [kind for kind in kinds if kind != "string"]
     if not others:
         return raw, None
-    return raw, {**schema, "type": others[0] if len(others) == 1 else others, **definitions}
+    return raw, {**schema, "type": others[0] if len(others) == 1 else others}
 
 
 def _raw_string(schema: dict[str, Any]) -> str:
@@ -207,8 +211,8 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
         if not is_object(schema) or "$ref" not in schema:
             return schema
         reference = schema["$ref"]
-        if not reference.startswith("#"):
-            raise SchemaError(f"the reference {reference!r} cannot be enforced: it is not in the schema")
+        if reference != "#" and not reference.startswith("#/"):
+            raise SchemaError(f"the reference {reference!r} cannot be enforced: it is no path within the schema")
         value: Any = root
         for step in reference.removeprefix("#").split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -217,6 +221,33 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
             value = value[name]
         schema = value
     raise SchemaError("references lead in a circle")
+
+
+def _closed(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A schema that stands alone: with the definitions of the root, if it refers to any."""
+    if not _refers(schema):
+        return schema
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    _refers(definitions)
+    return {**schema, **definitions}
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there are references in a schema. SchemaError for one to anything but a definition."""
+    found = False
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if is_object(value):
+            reference = value.get("$ref", value.get("$dynamicRef"))
+            if isinstance(reference, str):
+                found = True
+                if not reference.startswith(("#/$defs/", "#/definitions/")):
+                    raise SchemaError(f"the reference {reference!r} inside a parameter is not to a definition")
+            pending.extend(value.values())
+        elif is_array(value):
+            pending.extend(value)
+    return found
 
 
 def _quoted(text: str) -> str:

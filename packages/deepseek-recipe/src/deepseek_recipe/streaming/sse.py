@@ -27,6 +27,8 @@ class SseWriter:
     content_type: Final = "text/event-stream; charset=utf-8"
 
     def __init__(self, response_class: type[Response[Any]]) -> None:
+        if Response not in getattr(response_class, "__mro__", ()):
+            raise TypeError(f"argument 'response_class' must be a class of responses, not {response_class!r}")
         self._response_class = response_class
 
     def event(self, event: StreamEvent) -> bytes:

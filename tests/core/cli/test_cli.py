@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,8 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], 
         ('{"prompt": "a", "top_p": 2}', "top_p is 2"),
         ('{"prompt": "a", "n": 2, "params": {"n": 1}}', "n is given twice"),
         ('{"prompt": "a", "params": 3}', "params is 3"),
+        ('{"prompt": "a", "id": "\\ud800"}', "cannot be copied"),
+        ('{"prompt": "a", "id": NaN}', "cannot be copied"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
@@ -242,6 +245,24 @@ def test_a_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     error = capsys.readouterr().err
     assert message in error
     assert "in line 2" in error
+
+
+@pytest.mark.bad_input
+def test_an_output_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--model", str(tmp_path / "none"), "--output", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_answers_are_utf_8_in_every_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    words = ["--max-tokens", "8", "--seed", "1", "--ignore-eos", "--format", "jsonl"]
+    assert main(["generate", "héllo", *words, *SMALL]) == 0
+    sys.stdout.flush()
+    line = json.loads(written.getvalue().decode("utf-8"))
+    assert line["prompt"] == "héllo"
 
 
 @pytest.mark.bad_input

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 import sys
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     jobs = list(_jobs(args))
     if not jobs:
         raise RequestError("there is no prompt; the input is empty")
+    if args.output is not None:
+        _open(args.output, "a").close()  # a path that cannot be written must not cost the answers
     from deepinfer_core.llm import LLM  # loads torch: after the input has been found good
 
     with LLM(**settings_from(args)) as llm:
@@ -125,6 +128,10 @@ def _job(line: str, given: dict[str, Any]) -> _Job:
         if name in params:
             raise RequestError(f"{name} is given twice, in params and beside it; give it once")
         params[name] = value.pop(name)
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except ValueError as error:
+        raise RequestError(f"the line cannot be copied to the answer's ({error}); take the value out") from error
     return _Job(prompt, SamplingParams(**(given | params)), value)
 
 
@@ -143,14 +150,21 @@ def _read(path: Path) -> str:
 @contextmanager
 def _opened(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(
+                encoding="utf-8"
+            )  # as in files, whatever the locale says: answers hold any character
         yield sys.stdout
         return
+    with _open(path, "w") as file:
+        yield file
+
+
+def _open(path: Path, mode: str) -> IO[str]:
     try:
-        file = path.open("w", encoding="utf-8")
+        return path.open(mode, encoding="utf-8")
     except OSError as error:
         raise RequestError(f"{path} cannot be written ({error.strerror})") from error
-    with file:
-        yield file
 
 
 def _as_text(outputs: list[RequestOutput]) -> str:

@@ -96,6 +96,8 @@ def test_configs_of_equal_content_are_equal_and_hashable() -> None:
         ("dspark_noise_token_id", 64),
         ("dspark_target_layer_ids", []),
         ("dspark_target_layer_ids", [4]),
+        ("dspark_target_layer_ids", [3, 1]),
+        ("dspark_target_layer_ids", [1, 1]),
         ("dspark_num_experts_per_tok", 4),
         ("rope_scaling", None),
         ("rope_scaling", {"rope_type": "linear"}),

@@ -189,5 +189,8 @@ def _check_draft(c: ModelConfig) -> None:
             f"config.json: dspark_noise_token_id {c.dspark_noise_token_id} is outside the vocabulary {c.vocab_size}"
         )
     targets = c.dspark_target_layer_ids
-    if not targets or any(not 0 <= i < c.num_hidden_layers for i in targets):
-        raise ConfigError(f"config.json: dspark_target_layer_ids {list(targets)} must name existing layers")
+    # The drafter's input is put together while the layers run, so their order is the only one.
+    if not targets or list(targets) != sorted(set(targets)) or any(not 0 <= i < c.num_hidden_layers for i in targets):
+        raise ConfigError(
+            f"config.json: dspark_target_layer_ids {list(targets)} must name existing layers, at least one, ascending"
+        )

@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer_core import LLM, SamplingParams, StructuredOutput
 from deepinfer_core.errors import (
+    CapacityError,
     CheckpointError,
     ConfigError,
     DeepInferError,
@@ -17,6 +18,7 @@ from deepinfer_core.errors import (
     ModelNotFoundError,
     RequestError,
 )
+from deepinfer_core.text import Tokenizer
 from tests.core.llm.conftest import MODEL
 
 pytestmark = pytest.mark.bad_input
@@ -126,3 +128,23 @@ def test_an_accelerator_that_cannot_run_here_is_never_replaced_by_the_cpu() -> N
         pytest.skip("there is an NVIDIA device here")
     with pytest.raises(DeepInferError, match="nvidia"):
         LLM(MODEL, accelerator="nvidia", quiet=True)
+
+
+@pytest.mark.parametrize("num_blocks", [2**31 - 1, 2**24])
+def test_a_cache_beyond_the_memory_is_refused_before_it_is_allocated(num_blocks: int) -> None:
+    with pytest.raises(CapacityError, match=f"num_blocks is {num_blocks}.* at most"):
+        LLM(MODEL, quiet=True, max_num_seqs=4, num_blocks=num_blocks)
+
+
+def test_caches_that_cannot_be_allocated_name_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*shape: int, **how: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("deepinfer_core.cache.state.torch.zeros", full)
+    with pytest.raises(CapacityError, match=r"can't allocate memory.*max_num_seqs 4"):
+        LLM(MODEL, quiet=True, max_num_seqs=4, cpu_kernels="reference")
+
+
+def test_an_end_token_outside_the_tokenizer_is_named() -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id is 100000"):
+        Tokenizer.from_path(MODEL, bos_token_id=0, eos_token_id=100_000)

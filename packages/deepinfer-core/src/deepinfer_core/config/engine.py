@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -319,5 +320,11 @@ def parse_text(name: str, annotation: Any, text: str) -> Any:
 
 
 def _check_name(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _MAX_PATH_CHARS and "\0" not in value):
+    if value is None:
+        return
+    if not (isinstance(value, str) and 0 < len(value) <= _MAX_PATH_CHARS and "\0" not in value):
         raise ConfigError(f"{name} is {shown(value)}; it must be a text of 1 to {_MAX_PATH_CHARS} characters")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is {shown(value)}; it has a character that no file name can have") from error

@@ -114,7 +114,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         progress=not config.quiet,
     )
     max_model_len = _max_model_len(config, model_config)
-    num_blocks = config.cache.num_blocks or _num_blocks(config, model_config, choice, max_model_len, form)
+    num_blocks = _num_blocks(config, model_config, choice, max_model_len, form)
     rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
     runner = Runner(
         model_config,
@@ -232,9 +232,18 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, max_model_len: int, form: Form) -> int:
-    """Blocks for all slots at full length, or as many as the memory holds."""
+    """As the setting says, else blocks for all slots at full length, or as many as the memory holds."""
     wanted = config.scheduler.max_num_seqs * math.ceil(max_model_len / BLOCK_TOKENS)
     block_bytes = kv_bytes_per_token(model, form) * BLOCK_TOKENS
+    given = config.cache.num_blocks
+    if given is not None:
+        most = _total_bytes(choice.device)  # a CPU hands out more than it has, and ends the process when that is used
+        if given * block_bytes > most:
+            raise CapacityError(
+                f"num_blocks is {given}: {given * block_bytes / 1e9:.2f} GB, more than the {most / 1e9:.2f} GB of this "
+                f"device; at most {int(most // block_bytes)} fit"
+            )
+        return given
     free = _free_bytes(choice.device) * config.cache.memory_fraction
     fitting = int(free // block_bytes) if block_bytes else wanted
     if fitting < 1:

@@ -88,7 +88,13 @@ class Runner:
             backtrack,
             form="packed" if cache_form == "packed" else "plain",
         )
-        self.state = ModelState.allocate(self.layout, device=self.device, dtype=self.dtype)
+        try:
+            self.state = ModelState.allocate(self.layout, device=self.device, dtype=self.dtype)
+        except (RuntimeError, MemoryError) as error:  # torch has no class of its own for memory of the CPU
+            raise CapacityError(
+                f"the caches could not be allocated ({str(error).splitlines()[0]}); lower num_blocks "
+                f"{config.num_blocks}, max_num_seqs {config.num_slots} or max_num_batched_tokens {config.max_step_rows}"
+            ) from error
         self.params, self.kernels = params, kernels
         self.backbone = Backbone(model_config, params, kernels)
         self.drafter = Drafter(self.backbone, params.draft) if config.num_drafts and params.draft is not None else None

@@ -39,10 +39,9 @@ class Tokenizer:
             raise CheckpointError(f"{where} cannot be read as a tokenizer ({error}); fetch the file again") from error
         self.num_tokens = self._parsing.get_vocab_size(with_added_tokens=True)
         self._bytes_of = _token_bytes(self._parsing, {str(token["content"]) for token in added}, where)
-        if not 0 <= bos_token_id < self.num_tokens:
-            raise CheckpointError(
-                f"{where} has {self.num_tokens} tokens, but config.json's bos_token_id is {bos_token_id}"
-            )
+        for name, token_id in (("bos_token_id", bos_token_id), ("eos_token_id", eos_token_id)):
+            if not 0 <= token_id < self.num_tokens:  # an end token that is never drawn would end no answer
+                raise CheckpointError(f"{where} has {self.num_tokens} tokens, but config.json's {name} is {token_id}")
 
     @classmethod
     def from_path(cls, path: str | Path, *, bos_token_id: int, eos_token_id: int) -> Tokenizer:

@@ -102,3 +102,17 @@ def test_after_a_fork_the_reason_is_named(llm: LLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(EngineError, match="fork"):
         tokens(llm, 1)
+
+
+def test_an_interrupt_while_a_step_runs_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(llm, 6)
+
+    def interrupt(_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._engine.runner, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(llm, 6)
+    llm._engine.scheduler.check_idle()
+    assert tokens(llm, 6) == expected

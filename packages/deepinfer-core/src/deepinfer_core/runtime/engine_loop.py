@@ -71,12 +71,15 @@ class EngineLoop[Ticket]:
             self._launch(plan)
         if not self._launched:
             return self.scheduler.take_finished()
-        plan, ticket, launched_s = self._launched.popleft()
+        plan, ticket, launched_s = self._launched[0]
+        result = self._result(
+            ticket
+        )  # when Ctrl-C interrupts it, the step stays the oldest and can be waited for again
+        done_s = self._clock()
+        self._launched.popleft()
         try:
-            if isinstance(ticket, Exception):
-                raise ticket
-            result = self._device.wait(ticket)
-            done_s = self._clock()
+            if isinstance(result, Exception):
+                raise result
             outputs = self.scheduler.commit(plan, result)
         except Exception as error:
             self.scheduler.abandon(plan, str(error))
@@ -85,6 +88,12 @@ class EngineLoop[Ticket]:
         self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
         self._last_done_s = done_s
         return outputs
+
+    def _result(self, ticket: Ticket | Exception) -> StepResult | Exception:
+        try:
+            return ticket if isinstance(ticket, Exception) else self._device.wait(ticket)
+        except Exception as error:
+            return error
 
     def _launch(self, plan: StepPlan) -> None:
         launched_s = self._clock()

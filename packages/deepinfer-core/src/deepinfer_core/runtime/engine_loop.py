@@ -74,7 +74,7 @@ class EngineLoop[Ticket]:
         plan, ticket, launched_s = self._launched[0]
         result = self._result(
             ticket
-        )  # when Ctrl-C interrupts it, the step stays the oldest and can be waited for again
+        )  # interrupted by Ctrl-C, the step stays the oldest, to be waited for again
         done_s = self._clock()
         self._launched.popleft()
         try:

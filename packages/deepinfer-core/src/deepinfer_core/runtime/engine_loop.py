@@ -72,9 +72,7 @@ class EngineLoop[Ticket]:
         if not self._launched:
             return self.scheduler.take_finished()
         plan, ticket, launched_s = self._launched[0]
-        result = self._result(
-            ticket
-        )  # interrupted by Ctrl-C, the step stays the oldest, to be waited for again
+        result = self._result(ticket)  # interrupted by Ctrl-C, the step stays the oldest, to be waited for again
         done_s = self._clock()
         self._launched.popleft()
         try:

@@ -74,6 +74,12 @@ def test_a_bad_request_is_refused_with_the_codecs_reason(tiny_llm: LLM) -> None:
 
 
 @pytest.mark.bad_input
+def test_a_misspelt_field_is_named(tiny_llm: LLM) -> None:
+    with pytest.raises(RequestError, match="temprature"):
+        tiny_llm.chat(QUESTION, PARAMS, temprature=0)
+
+
+@pytest.mark.bad_input
 def test_the_official_codec_in_our_place_is_named(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepseek_recipe", ModuleType("deepseek_recipe"))
     with pytest.raises(ConfigError, match=r"deepinfer-core\[chat\]"):

@@ -273,3 +273,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llm: LLM, monkeypatch
     assert [ids for i, ids in enumerate(ids_of(outputs)) if i != failed] == [
         ids for i, ids in enumerate(expected) if i != failed
     ]
+
+
+def test_a_call_may_be_larger_than_the_waiting_queue() -> None:
+    prompts = [[5 + i, 9] for i in range(12)]
+    with LLM(MODEL, quiet=True, max_num_seqs=2, max_num_batched_tokens=64, num_drafts=0) as roomy:
+        expected = ids_of(roomy.generate(prompt_token_ids=prompts, sampling_params=GREEDY))
+    with LLM(MODEL, quiet=True, max_num_seqs=2, max_num_batched_tokens=64, num_drafts=0, max_num_waiting=3) as llm:
+        assert ids_of(llm.generate(prompt_token_ids=prompts, sampling_params=GREEDY)) == expected

@@ -29,6 +29,37 @@ from deepinfer_core.outputs import Chunk, RequestOutput
 __all__ = ["ChatCodec", "ChatOutput", "ChatPrompt"]
 
 MODEL_NAME = "DeepSeek-V4.1-Flash"
+# The codec ignores fields that it does not know, as the protocol wants; here they are most likely misspelt.
+_FIELDS = frozenset(
+    [
+        "model",
+        "messages",
+        "thinking",
+        "reasoning_effort",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "n",
+        "logprobs",
+        "top_logprobs",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        "response_format",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "stream",
+        "stream_options",
+        "user",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +127,11 @@ class ChatCodec:
         given = SamplingParams(max_tokens=None) if params is None else params
         if not isinstance(given, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance] -- comes from the user
             raise RequestError(f"sampling_params is {shown(given)}; it must be a SamplingParams")
+        unknown = sorted(set(body) - _FIELDS)
+        if unknown:
+            raise RequestError(
+                f"the chat request has the unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}"
+            )
         # The codec cuts the message at stop strings, so it must know those of `params` too.
         defaults = {"model": MODEL_NAME} | ({"stop": list(given.stop_strings)} if given.stop_strings else {})
         try:

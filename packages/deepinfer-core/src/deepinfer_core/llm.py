@@ -44,9 +44,10 @@ __all__ = ["LLM"]
 
 @dataclass(slots=True)
 class _Call:
-    """One `generate` or one stream: how many of its requests are not finished."""
+    """One `generate` or one stream: how many of its requests are not finished, and those not queued yet."""
 
     num_open: int
+    queued: deque[PreparedRequest]
 
 
 class LLM:
@@ -234,16 +235,25 @@ class LLM:
     @contextmanager
     def _submitted(self, requests: list[PreparedRequest]) -> Generator[_Call]:
         """Queue them; whatever is unfinished at the end (an error, Ctrl-C, a closed stream) is aborted."""
-        call = _Call(len(requests))
+        call = _Call(len(requests), deque(requests))
         try:
             with self._lock:
                 self._check_usable()
-                for request in requests:
-                    self._call_of[request] = call
-                    self._book.submit(request)
+                self._feed(call)
             yield call
         finally:
             self._abort(requests)
+
+    def _feed(self, call: _Call) -> None:
+        """Hand the scheduler what its waiting queue has room for; a call may be larger than the queue."""
+        scheduler, limit = self._engine.scheduler, self.config.scheduler.max_num_waiting
+        while call.queued:
+            request = call.queued[0]
+            if scheduler.num_waiting and scheduler.num_waiting + request.params.n > limit:
+                return
+            self._call_of[request] = call
+            self._book.submit(request)
+            call.queued.popleft()
 
     def _step(self, call: _Call) -> int:
         """A step for the requests of all threads, unless others have finished this call. Tokens that it brought."""
@@ -252,6 +262,7 @@ class LLM:
             self._drop()
             if not call.num_open:
                 return 0
+            self._feed(call)
             outputs = self._engine.loop.step()
             self._distribute(outputs)
             return int(outputs.num_tokens.sum())

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -260,7 +261,16 @@ def _total_bytes(device: str) -> int:
     return int(torch.get_device_module(device).mem_get_info()[1])
 
 
+def _available_host_bytes() -> int:
+    """What programs can still get: free memory and what the page cache would give back."""
+    with suppress(OSError):  # not Linux
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _free_bytes(device: str) -> int:
     if device == "cpu":
-        return min(_CPU_CACHE_BYTES, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return min(_CPU_CACHE_BYTES, _available_host_bytes())
     return int(torch.get_device_module(device).mem_get_info()[0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepseek_recipe import protocol_data
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["PromptEncoding"]
+
+_Argument = tuple[str, str, str]  # name, "true" | "false" for a string, shown value
+_MAX_REMEMBERED_CHARS = 1_024  # of a call's arguments
 
 _GROUNDING = (
     SpecialToken.Ref,
@@ -170,7 +174,7 @@ class PromptEncoding(ABC):
             out.text("<")
             out.special(dsml)
             out.text(f'{invoke} name="{call.name}">\n')
-            arguments = self._arguments(call.arguments)
+            arguments = _shown_arguments(type(self).spaced_json, call.arguments)
             for name, is_string, value in arguments:
                 out.text("<")
                 out.special(dsml)
@@ -184,13 +188,20 @@ class PromptEncoding(ABC):
         out.special(dsml)
         out.text(f"{block}>")
 
-    def _arguments(self, text: str) -> list[tuple[str, str, str]]:
-        """(name, "true" | "false" for a string, shown value) of each argument; text that is no object is one string."""
-        try:
-            arguments = loads(text)
-        except JsonTextError:
-            arguments = None
-        if not is_object(arguments):
-            return [("arguments", "true", text)]
-        to_text = type(self).spaced_json
-        return [(k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items()]
+
+def _shown_arguments(to_text: Callable[[Any], str], text: str) -> Sequence[_Argument]:
+    """Each argument of a call; text that is no object is one string. Agents resend every call with every request."""
+    return (_remembered_arguments if len(text) <= _MAX_REMEMBERED_CHARS else _parsed_arguments)(to_text, text)
+
+
+def _parsed_arguments(to_text: Callable[[Any], str], text: str) -> Sequence[_Argument]:
+    try:
+        arguments = loads(text)
+    except JsonTextError:
+        arguments = None
+    if not is_object(arguments):
+        return (("arguments", "true", text),)
+    return tuple((k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items())
+
+
+_remembered_arguments = lru_cache(maxsize=1_024)(_parsed_arguments)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.reference import REFERENCE
-from deepinfer_core.model.batch import Batch, _Builder
+from deepinfer_core.model.batch import Batch, batch_of
+from deepinfer_core.model.step_arrays import pack_step, upload
 from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource
 from tests.core.harness import Chunk, TinyModel, plan_of
 
@@ -46,7 +47,9 @@ def built(model: TinyModel, plan: StepPlan, *, on_host: bool, mask: bool) -> Bat
     state.history.copy_(torch.randint(0, 50, state.history.shape, generator=generator))
     state.held_position.copy_(torch.tensor([1, 33, 5, 0]))
     state.held_tokens.copy_(torch.randint(0, 50, state.held_tokens.shape, generator=generator))
-    return _Builder(plan, state, model.params, REFERENCE, on_host=on_host).build(mask)
+    arrays = pack_step(plan, state.layout, REFERENCE.row_multiple, mask_decoder=mask)
+    columns = arrays.columns if on_host else arrays.views(upload(arrays, torch.device("cpu")))
+    return batch_of(arrays.shape, columns, state, model.params, REFERENCE, mask_decoder=mask)
 
 
 @pytest.mark.parametrize("mask", [False, True])

@@ -10,11 +10,13 @@ does no harm. Rows are padded to the multiple that the kernels want; padding row
 
 All of it is arithmetic on small integer arrays. Where the state is on the host, numpy does it, at a third of the time
 that torch takes for arrays of this size; else torch does, on the device, since held tokens and positions exist only
-there. Both know the same names for what is used.
+there. Both know the same names for what is used. On the device nothing is sent but the columns of `step_arrays`, and
+nothing waits, so the work of building a batch can be captured in a graph together with the layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +30,10 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.params import ModelParams
-from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource, Writes
+from deepinfer_core.model.step_arrays import NO_ROW, NOTHING_VISIBLE, StepShape, pack_step, upload
+from deepinfer_core.scheduling.plan import StepPlan
 
-__all__ = ["Batch", "RingCommit", "RowSet", "build_batch"]
-
-_NOTHING_VISIBLE = 2**62
+__all__ = ["Batch", "RingCommit", "RowSet", "batch_of", "build_batch"]
 
 type Array = Any  # numpy array or tensor, see above
 
@@ -90,38 +91,49 @@ def build_batch(
     `mask_decoder` computes the decoder half for all rows and only clips what the kept ones see: the oracle of skipping
     them.
     """
-    builder = _Builder(plan, state, params, kernels, on_host=state.history.device.type == "cpu")
-    return builder.build(mask_decoder)
+    arrays = pack_step(plan, state.layout, kernels.row_multiple, mask_decoder=mask_decoder)
+    device = state.history.device
+    columns = arrays.columns if device.type == "cpu" else arrays.views(upload(arrays, device))
+    return batch_of(arrays.shape, columns, state, params, kernels, mask_decoder=mask_decoder)
+
+
+def batch_of(
+    shape: StepShape,
+    columns: Mapping[str, Array],
+    state: ModelState,
+    params: ModelParams,
+    kernels: Kernels,
+    *,
+    mask_decoder: bool = False,
+) -> Batch:
+    """The batch of `pack_step`'s columns, given as numpy arrays or as tensors on the device of `state`.
+
+    With tensors: no host synchronisation, and no size or branch that `shape` does not fix.
+    """
+    return _Builder(shape, columns, state, params, kernels).build(mask_decoder)
 
 
 class _Builder:
     def __init__(
-        self, plan: StepPlan, state: ModelState, params: ModelParams, kernels: Kernels, *, on_host: bool
+        self, shape: StepShape, columns: Mapping[str, Array], state: ModelState, params: ModelParams, kernels: Kernels
     ) -> None:
-        self.plan, self.state, self.params, self.kernels = plan, state, params, kernels
+        self.shape, self.columns = shape, columns
+        self.state, self.params, self.kernels = state, params, kernels
         self.layout, self.config = state.layout, state.layout.config
         self.device = state.history.device
-        self.on_host = on_host
-        self.xp: Any = np if on_host else torch
-        self.segment_of = np.repeat(np.arange(plan.num_segments), np.diff(plan.segment_start))  # [R]
-        self.segment_first_row = plan.segment_start[:-1][self.segment_of]  # [R]
-        self.padded = self.up_to_multiple(max(plan.num_rows, plan.padded_rows, 1))
-        self.row = self.array(np.arange(self.padded))  # [P]
-        self.most_visible = int(plan.row_position.max(initial=0)) + 1
+        self.on_host = isinstance(columns["slot"], np.ndarray)
+        self.xp: Any = np if self.on_host else torch
+        self.row = self.arange(0, shape.padded_rows)  # [P]
 
     # ---- host and device ---------------------------------------------------------------------------------------------
 
-    def up_to_multiple(self, rows: int) -> int:
-        """`rows` and the padding that the kernels want."""
-        return -(-rows // self.kernels.row_multiple) * self.kernels.row_multiple
+    def arange(self, start: int, stop: int, step: int = 1) -> Array:
+        """Integers where the work is done."""
+        return np.arange(start, stop, step) if self.on_host else torch.arange(start, stop, step, device=self.device)
 
-    def array(self, values: np.ndarray[Any, Any], fill: int = 0, length: int | None = None) -> Array:
-        """[R, ...] integers or flags, with rows of `fill` appended up to `length`, by default the padded one."""
-        values = np.asarray(values, dtype=np.bool_ if values.dtype == np.bool_ else np.int64)
-        missing = (self.padded if length is None else length) - len(values)
-        if missing:
-            values = np.concatenate([values, np.full((missing, *values.shape[1:]), fill, dtype=values.dtype)])
-        return values if self.on_host else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+    def flags(self, name: str) -> Array:
+        """A column of zeros and ones as booleans."""
+        return self.columns[name] != 0
 
     def tensor(self, values: Array) -> Tensor:
         """What the kernels take."""
@@ -134,23 +146,19 @@ class _Builder:
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def build(self, mask_decoder: bool) -> Batch:
-        plan, config, layout = self.plan, self.config, self.layout
-        slot = self.array(plan.segment_slot[self.segment_of])
+        shape, columns, layout, config = self.shape, self.columns, self.layout, self.config
+        slot, window_from = columns["slot"], columns["window_from"]
         position, tokens = self._resolve(slot)
-        first = position - self.array(np.arange(plan.num_rows) - self.segment_first_row)
-        window_from = self._lower_bounds(plan.segment_window_from)
-        image = plan.row_content == Content.IMAGE
-        is_image = self.array(image) if image.any() else None
-        blocks = self._blocks()
-        every_row = np.arange(plan.num_rows)
-        encoder = self._row_set(every_row, position, slot, first, window_from, is_image, blocks)
-        kept = every_row if mask_decoder else self._kept_rows()
+        first = position - columns["offset"]
+        is_image = self.flags("image") if shape.has_images else None
+        blocks = columns["table"][columns["segment"]]  # [P, B]
+        encoder = self._row_set("commit", shape.num_rows, position, slot, first, window_from, is_image, blocks)
         decoder, decoder_rows = encoder, None
-        if len(kept) == 0:
+        if shape.num_kept == 0:
             decoder = None
-        elif len(kept) < plan.num_rows or (plan.segment_decoder_from > 0).any():
+        elif shape.has_own_decoder:
             decoder, decoder_rows = self._decoder_rows(
-                kept, mask_decoder, position, slot, first, window_from, is_image, blocks
+                mask_decoder, position, slot, first, window_from, is_image, blocks
             )
         history, history_commit = self._history(tokens, position, first, slot, is_image)
         ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
@@ -167,47 +175,28 @@ class _Builder:
             entry_rope={ratio: self._entry_rope(ratio, position, encoder) for ratio in ratios},
             pair_partner=self.tensor(partner),
             pair_scratch=self.tensor(pair_scratch),
-            pair_commit=self._commit(every_row, layout.pairs, position, slot),
+            pair_commit=self._commit("pair_commit", layout.pairs, position, slot),
             history_commit=history_commit,
-            sample_rows=self._sample_rows(kept),
+            sample_rows=self.tensor(columns["sample"]),
         )
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def _resolve(self, slot: Array) -> tuple[Array, Array]:
         """Positions and tokens, those of held rows from the device's block of the slot."""
-        plan, xp = self.plan, self.xp
-        position, tokens = self.array(plan.row_position), self.array(plan.row_token)
-        held_rows = plan.row_source == TokenSource.HELD
-        if not held_rows.any():
+        xp, columns = self.xp, self.columns
+        position, tokens = columns["position"], columns["token"]
+        if not self.shape.has_held:
             return position, tokens
         # A segment with a held anchor has its place from the device; drafts in it may be given (forced by a grammar).
-        held_segment = self.array(held_rows[self.segment_first_row])
-        offset = self.array(np.arange(plan.num_rows) - self.segment_first_row)
-        position = xp.where(held_segment, self.view(self.state.held_position)[slot] + offset, position)
-        held = self.array(held_rows)
+        there = self.view(self.state.held_position)[slot] + columns["offset"]
+        position = xp.where(self.flags("held_segment"), there, position)
+        held = self.flags("held")
         block = self.view(self.state.held_tokens)
         return position, xp.where(held, block[slot, xp.where(held, tokens, 0)], tokens)
 
-    def _lower_bounds(self, of_segment: np.ndarray[Any, Any]) -> Array:
-        """[P] lowest visible position of each row; padding rows see nothing."""
-        return self.array(np.maximum(of_segment, 0)[self.segment_of], fill=_NOTHING_VISIBLE)
-
-    def _blocks(self) -> Array:
-        """[P, B] block table of each row, cut to what the largest position needs."""
-        needed = min(self.plan.block_tables.shape[1], self.most_visible // BLOCK_TOKENS + 1)
-        return self.array(self.plan.block_tables[:, :needed][self.segment_of], fill=-1)
-
-    def _kept_rows(self) -> np.ndarray[Any, Any]:
-        plan = self.plan
-        if self.config.decoder_start >= self.config.num_hidden_layers:  # no KV source: there is no decoder half
-            return np.arange(plan.num_rows)
-        held = plan.row_source == TokenSource.HELD
-        return np.flatnonzero(held | (plan.row_position >= plan.segment_decoder_from[self.segment_of]))
-
     def _decoder_rows(
         self,
-        kept: np.ndarray[Any, Any],
         mask_decoder: bool,
         position: Array,
         slot: Array,
@@ -217,23 +206,24 @@ class _Builder:
         blocks: Array,
     ) -> tuple[RowSet, Tensor | None]:
         """Rows of the decoder half, which see no key below `segment_decoder_from`, and their encoder rows."""
-        plan, xp = self.plan, self.xp
-        decoder_from = self._lower_bounds(plan.segment_decoder_from)
+        shape, columns, xp = self.shape, self.columns, self.xp
+        decoder_from = columns["decoder_from"]
         visible = xp.maximum(window_from, decoder_from)
         if mask_decoder:  # rows below stay what they are; nobody above reads them
             visible = xp.where(position >= decoder_from, visible, window_from)
         else:
             first = xp.maximum(first, decoder_from)
-        if len(kept) == plan.num_rows:
-            return self._row_set(kept, position, slot, first, visible, is_image, blocks), None
-        pick = self.array(kept, fill=int(kept[0]), length=self.up_to_multiple(len(kept)))
-        padding = self.array(np.arange(len(pick)) >= len(kept), length=len(pick))
+        if shape.num_kept == shape.num_rows:
+            rows = self._row_set("decoder_commit", shape.num_kept, position, slot, first, visible, is_image, blocks)
+            return rows, None
+        pick = columns["kept"]
         rows = self._row_set(
-            kept,
+            "decoder_commit",
+            shape.num_kept,
             position[pick],
             slot[pick],
             first[pick],
-            xp.where(padding, _NOTHING_VISIBLE, visible[pick]),
+            xp.where(self.flags("kept_padding"), NOTHING_VISIBLE, visible[pick]),
             None if is_image is None else is_image[pick],
             blocks[pick],
         )
@@ -241,7 +231,8 @@ class _Builder:
 
     def _row_set(
         self,
-        rows: np.ndarray[Any, Any],
+        commit: str,
+        num_rows: int,
         position: Array,
         slot: Array,
         first: Array,
@@ -252,10 +243,10 @@ class _Builder:
         ring, config, kernels, params = self.layout.window, self.config, self.kernels, self.params
         scratch = ring.scratch_start + self.row[: len(position)]
         keys = self._window_keys(position, first, visible_from, slot, scratch)
-        visible = self.xp.where(visible_from != _NOTHING_VISIBLE, position + 1, 0)
+        visible = self.xp.where(visible_from != NOTHING_VISIBLE, position + 1, 0)
         on_device = self.tensor(position)
         return RowSet(
-            num_rows=len(rows),
+            num_rows=num_rows,
             position=on_device,
             slot=self.tensor(slot),
             is_image=None if is_image is None else self.tensor(is_image),
@@ -263,17 +254,13 @@ class _Builder:
             long_rope=kernels.rope_table(on_device, params.long_frequencies),
             scratch=self.tensor(scratch),
             window_plan=kernels.plan_keys(self.tensor(keys)),
-            commit=self._commit(rows, ring, position, slot),
+            commit=self._commit(commit, ring, position, slot),
             blocks=self.tensor(blocks),
             num_visible={
                 ratio: self.tensor(visible // ratio) for ratio in sorted(set(config.compress_ratios)) if ratio
             },
-            most_visible=self.most_visible,
+            most_visible=self.shape.most_visible,
         )
-
-    def _sample_rows(self, kept: np.ndarray[Any, Any]) -> Tensor:
-        wanted = np.flatnonzero(self.plan.row_sample[kept])
-        return self.tensor(self.array(wanted, length=len(wanted)))
 
     # ---- what is read ------------------------------------------------------------------------------------------------
 
@@ -286,8 +273,7 @@ class _Builder:
 
     def _window_keys(self, position: Array, first: Array, visible_from: Array, slot: Array, scratch: Array) -> Array:
         """Cache rows of the window of each row, oldest first, -1 = invisible: [P, W]."""
-        window = self.config.sliding_window
-        back = self.array(np.arange(1 - window, 1), length=window)
+        back = self.arange(1 - self.config.sliding_window, 1)
         key = position[:, None] + back  # [P, W]
         rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, self.layout.window)
         return self.xp.where(key < visible_from[:, None], -1, rows)
@@ -300,33 +286,34 @@ class _Builder:
         classes = self.view(self.params.token_classes)[tokens]
         if is_image is not None:
             classes = self.xp.where(is_image, DEAD_CLASS, classes)
-        stored[ring.scratch_start : ring.scratch_start + self.padded] = classes
+        stored[ring.scratch_start : ring.scratch_start + self.shape.padded_rows] = classes
         scratch = ring.scratch_start + self.row
-        back = self.array(np.arange(0, -length, -1), length=length)
+        back = -self.arange(0, length)
         key = position[:, None] + back
         rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, ring)
         history = self.xp.where(key < 0, DEAD_CLASS, stored[rows])
-        return history, self._commit(np.arange(self.plan.num_rows), ring, position, slot)
+        return history, self._commit("history_commit", ring, position, slot)
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def _commit(self, rows: np.ndarray[Any, Any], ring: RingLayout, position: Array, slot: Array) -> RingCommit:
-        """The last `capacity` of `rows` of every segment that may write windows; position and slot belong to `rows`."""
-        plan = self.plan
-        ends = plan.segment_start[1:][self.segment_of[rows]]
-        writes = (plan.row_writes[rows] & Writes.WINDOW) != 0
-        chosen = np.flatnonzero(writes & (ends - rows <= ring.capacity))
-        index = self.array(chosen, length=len(chosen))
-        destination = slot[index] * ring.capacity + position[index] % ring.capacity
+    def _commit(self, name: str, ring: RingLayout, position: Array, slot: Array) -> RingCommit:
+        """Copies of the listed rows into their slots' rings; position and slot belong to the rows that are listed."""
+        listed = self.columns[name]
+        if self.shape.is_fixed:
+            index = self.xp.clip(listed, 0, None)
+            inside = slot[index] * ring.capacity + position[index] % ring.capacity
+            destination = self.xp.where(listed == NO_ROW, ring.trash_row, inside)
+        else:
+            index = listed
+            destination = slot[index] * ring.capacity + position[index] % ring.capacity
         return RingCommit(self.tensor(ring.scratch_start + index), self.tensor(destination))
 
     def _entry_rows(self, ratio: int, position: Array, blocks: Array) -> Tensor:
         """Entry cache row that each row completes: block of the position, entry within it; trash where it completes
         none.
         """
-        writes = self.array((self.plan.row_writes & Writes.GLOBAL) != 0)
         block = blocks[self.row, self.xp.clip(position // BLOCK_TOKENS, 0, blocks.shape[1] - 1)]
-        complete = writes & ((position + 1) % ratio == 0) & (block >= 0)
+        complete = self.flags("writes_global") & ((position + 1) % ratio == 0) & (block >= 0)
         row = block * self.layout.entries_per_block(ratio) + (position % BLOCK_TOKENS) // ratio
         return self.tensor(self.xp.where(complete, row, self.layout.entry_trash_row(ratio)))
 

@@ -7,7 +7,8 @@
 
 Rows are grouped by expert in tiles of 8 (`plan_tiles`), zero rows filling up the last tile of each expert, so the bits
 of a row's output don't depend on the other rows; the sum in ascending expert id makes them independent of where the
-experts live, too.
+experts live, too. On the CPU the tiles are counted; on another device, where the host would have to wait for the count,
+there are as many as the shapes allow, and those left over are zero.
 """
 
 from __future__ import annotations
@@ -52,24 +53,26 @@ class ExpertTiles:
 
     num_tiles: int
     tile_expert: Tensor  # [T] local expert of each tile
-    first_tile: list[int]  # [E + 1] tiles first_tile[e] .. first_tile[e + 1] - 1 belong to expert e
+    first_tile: list[int] | None  # [E + 1] tiles first_tile[e] .. first_tile[e + 1] - 1 belong to expert e; CPU only
     pair_slot: Tensor  # [R * k] place of each pair in the tiles: tile * 8 + row of the tile
 
 
 def plan_tiles(ids: Tensor, num_experts: int) -> ExpertTiles:
     """ids [R, k] local expert ids."""
     flat = ids.flatten()
-    counts = torch.bincount(flat, minlength=num_experts)
-    tiles = (counts + (ROW_TILE - 1)) // ROW_TILE
-    first_tile = F.pad(tiles.cumsum(0), (1, 0))
-    first_pair = counts.cumsum(0) - counts
     order = torch.argsort(flat, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(flat.numel(), device=flat.device)  # place of each pair in the sorted list
+    first_pair = torch.searchsorted(flat[order], torch.arange(num_experts + 1, device=flat.device))  # [E + 1]
+    tiles = (first_pair.diff() + (ROW_TILE - 1)) // ROW_TILE
+    first_tile = F.pad(tiles.cumsum(0), (1, 0))
+    place = torch.arange(flat.numel(), device=flat.device)  # of each pair in the sorted list
+    rank = torch.empty_like(order).index_copy_(0, order, place)
     pair_slot = first_tile[flat] * ROW_TILE + rank - first_pair[flat]
-    bounds: list[int] = first_tile.tolist()
-    tile_expert = torch.repeat_interleave(tiles, output_size=bounds[-1])
-    return ExpertTiles(bounds[-1], tile_expert, bounds, pair_slot)
+    if flat.device.type == "cpu":
+        bounds: list[int] = first_tile.tolist()
+        return ExpertTiles(bounds[-1], torch.repeat_interleave(tiles, output_size=bounds[-1]), bounds, pair_slot)
+    most = min(flat.numel(), flat.numel() // ROW_TILE + num_experts)
+    owner = torch.searchsorted(first_tile[1:], torch.arange(most, device=flat.device), right=True)
+    return ExpertTiles(most, owner.clamp_max(num_experts - 1), None, pair_slot)
 
 
 def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -98,9 +101,16 @@ def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
 
 
 def _tile_product(tiles_in: Tensor, weight: Tensor, tiles: ExpertTiles) -> Tensor:
-    """[T, 8, K] x weight[tile_expert] [T, K, N] -> [T, 8, N]. Both branches run equal [8, K] x [K, N] products."""
-    if tiles.num_tiles * weight[0].numel() * weight.element_size() <= _GATHER_LIMIT_BYTES:
+    """[T, 8, K] x weight[tile_expert] [T, K, N] -> [T, 8, N]. Every branch runs equal [8, K] x [K, N] products."""
+    expert_bytes = weight[0].numel() * weight.element_size()
+    if tiles.num_tiles * expert_bytes <= _GATHER_LIMIT_BYTES:
         return tile_product(tiles_in, weight.index_select(0, tiles.tile_expert))
+    if tiles.first_tile is None:
+        step = max(1, _GATHER_LIMIT_BYTES // expert_bytes)
+        spans = [slice(start, start + step) for start in range(0, tiles.num_tiles, step)]
+        return torch.cat(
+            [tile_product(tiles_in[span], weight.index_select(0, tiles.tile_expert[span])) for span in spans]
+        )
     parts = [
         tile_product(tiles_in[start:end], weight[expert].expand(end - start, -1, -1))
         for expert, (start, end) in enumerate(zip(tiles.first_tile, tiles.first_tile[1:], strict=False))

@@ -13,6 +13,7 @@ magnitude below 0.1), where the scale is not unique.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -47,7 +48,9 @@ COMPRESSED = RecordFormat("compressed", 16, 4)
 INDEX = RecordFormat("index", 32, 4)
 
 _ROUND = {"window": round_window, "compressed": round_compressed, "index": round_index}
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# Midpoints of the magnitudes; a value on one goes to the even code, so every second comparison is strict.
+_STRICT_MIDPOINTS, _OTHER_MIDPOINTS = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
 def write_rows(cache: Tensor, rows: Tensor, values: Tensor, fmt: RecordFormat) -> None:
@@ -85,7 +88,7 @@ def unpack(records: Tensor, fmt: RecordFormat) -> Tensor:
         values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
     else:
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-        values = _E2M1.to(records.device)[pairs.long()]
+        values = _constant(_E2M1, records.device)[pairs.long()]
     return (values.unflatten(-1, (-1, fmt.group)) * scale).flatten(-2)
 
 
@@ -97,9 +100,7 @@ def _fp4_scale(amax: Tensor, fmt: RecordFormat) -> Tensor:
 
 def _nibbles(groups: Tensor, scale: Tensor) -> Tensor:
     x = (groups / scale).flatten(-2)
-    # Midpoints of the grid; a value on one goes to the even code, so every second comparison is strict.
-    low = torch.tensor([0.25, 1.25, 2.5, 5.0], device=x.device)
-    high = torch.tensor([0.75, 1.75, 3.5], device=x.device)
+    low, high = _constant(_STRICT_MIDPOINTS, x.device), _constant(_OTHER_MIDPOINTS, x.device)
     magnitude = x.abs()[..., None]
     code = (magnitude > low).sum(-1) + (magnitude >= high).sum(-1) + 8 * torch.signbit(x)
     even, odd = code.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
@@ -109,3 +110,10 @@ def _nibbles(groups: Tensor, scale: Tensor) -> Tensor:
 def _scale_bytes(scale: Tensor, fmt: RecordFormat) -> Tensor:
     dtype = torch.float8_e4m3fn if fmt.name == "compressed" else torch.float8_e8m0fnu
     return scale[..., 0].to(dtype).view(torch.uint8)
+
+
+@cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32 on `device`, copied there once: a copy from the host cannot be part of a captured graph."""
+    with torch.inference_mode(False):  # it outlives the call, and training uses it, too
+        return torch.tensor(values, device=device)

@@ -15,6 +15,7 @@ OFFERED = frozenset(
     (
         "linear",
         "grouped_linear",
+        "head_logits",
         "rms_norm",
         "rope_table",
         "apply_rope",

@@ -116,10 +116,11 @@ def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     ngrams = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
     shapes.append((ngrams, (c.hc_mult + 1) * dim))
     for inner, outer in shapes:
-        yield "linear", ("matmul", (1, _padded(inner), _padded(outer)))
+        yield "linear", ("matmul", (1, _padded(inner), _padded(outer), "bfloat16"))
+    yield "head_logits", ("matmul", (1, _padded(dim), _padded(c.vocab_size), "float32"))
     per_group = c.num_attention_heads // c.o_groups * head
-    yield "grouped_linear", ("matmul", (c.o_groups, _padded(per_group), _padded(c.o_lora_rank)))
-    for inner, outer in ((dim, 2 * head), (dim, c.vocab_size), (dim + c.dspark_markov_rank, 1)):
+    yield "grouped_linear", ("matmul", (c.o_groups, _padded(per_group), _padded(c.o_lora_rank), "bfloat16"))
+    for inner, outer in ((dim, 2 * head), (dim + c.dspark_markov_rank, 1)):
         inner, outer = _padded(inner), _padded(outer)
         yield "linear", ("matmul_parts", (inner, outer, "float32", "float32", False))
         if num_parts(inner, outer) > 1:

@@ -21,7 +21,7 @@ from deepinfer_core.model.attention import Selections, attention, write_global_e
 from deepinfer_core.model.batch import Batch, RowSet
 from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import HyperParams, LayerParams, ModelParams
-from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts
+from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts, RowOrigin
 from deepinfer_core.parallel.owned import OwnedRange
 
 __all__ = ["Backbone", "ForwardOutput", "GivenEmbeddings", "LayerTrace", "run_sublayers"]
@@ -123,7 +123,10 @@ class Backbone:
         def experts(x: Tensor) -> Tensor:
             if trace is not None:
                 self._trace_router(x, index, layer, rows, trace)
-            return moe(x, rows.num_rows, rows.is_image, layer.ffn, self.exchange, index, self.config, self.kernels)
+            origin = RowOrigin(rows.slot, rows.position)
+            return moe(
+                x, rows.num_rows, rows.is_image, layer.ffn, self.exchange, index, origin, self.config, self.kernels
+            )
 
         streams, pre = run_sublayers(streams, pre, layer, attend, experts, self.config, self.kernels)
         if trace is not None:
@@ -175,7 +178,7 @@ class Backbone:
 
     def head(self, normalized: Tensor) -> Tensor:
         """normalized [N, D] -> float32 logits [N, V]."""
-        return self.kernels.linear(normalized.to(self.params.head.dtype), self.params.head).float()
+        return self.kernels.head_logits(normalized, self.params.head)
 
     def _trace_router(self, x: Tensor, index: int, layer: LayerParams, rows: RowSet, trace: LayerTrace) -> None:
         ids, weights = self.kernels.route(

@@ -120,7 +120,7 @@ class ModelParams:
     """Everything that a forward pass reads and never writes."""
 
     embed: Tensor  # [V, D]
-    head: Tensor  # [D, V] float32
+    head: Tensor  # [D, V] in the dtype of the activations
     norm: Tensor
     layers: tuple[LayerParams, ...]
     draft: DraftParams | None
@@ -136,7 +136,7 @@ def build_params(weights: ModelWeights, config: ModelConfig) -> ModelParams:
     device = weights.embed.device
     return ModelParams(
         embed=weights.embed,
-        head=_kn(weights.head.float()),
+        head=_kn(weights.head.to(weights.embed.dtype)),
         norm=weights.norm.float(),
         layers=tuple(_layer(layer, config.num_experts_per_tok) for layer in weights.layers),
         draft=None if weights.draft is None else _draft(weights.draft, config),

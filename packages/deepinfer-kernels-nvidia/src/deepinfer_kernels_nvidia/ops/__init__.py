@@ -11,7 +11,7 @@ from deepinfer_kernels_nvidia.ops.copy_rows import copy_rows
 from deepinfer_kernels_nvidia.ops.dspark import markov_step
 from deepinfer_kernels_nvidia.ops.experts import combine_experts, plan_experts, run_experts, shared_expert
 from deepinfer_kernels_nvidia.ops.indexer import index_scores, plan_index
-from deepinfer_kernels_nvidia.ops.linear import grouped_linear, linear
+from deepinfer_kernels_nvidia.ops.linear import grouped_linear, head_logits, linear
 from deepinfer_kernels_nvidia.ops.mhc_mix import mhc_mix
 from deepinfer_kernels_nvidia.ops.mhc_streams import mhc_collapse, mhc_expand
 from deepinfer_kernels_nvidia.ops.pool_pairs import pool_pairs
@@ -24,6 +24,7 @@ __all__ = ["TABLE"]
 TABLE: Mapping[str, Callable[..., Any]] = {
     "linear": linear,
     "grouped_linear": grouped_linear,
+    "head_logits": head_logits,
     "rms_norm": rms_norm,
     "rope_table": rope_table,
     "apply_rope": apply_rope,

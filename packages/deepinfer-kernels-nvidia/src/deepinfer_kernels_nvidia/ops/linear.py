@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import KernelError
-from deepinfer_kernels_nvidia.jit import T, aligned, program, tma_ready
+from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program, tma_ready
 from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
 
-__all__ = ["grouped_linear", "linear"]
+__all__ = ["grouped_linear", "head_logits", "linear"]
 
 _ROWS, _INNER, _STAGES, _THREADS = 128, 64, 4, 256
 _NARROW, _WIDE = 64, 16384  # outputs up to the first take a 64-column tile, from the second on a 256-column one
 
 
 @program
-def matmul_program(groups: int, k: int, n: int):
-    """x [rows, groups, k] bf16, w [groups, k, n] bf16 -> out [rows, groups, n] bf16."""
+def matmul_program(groups: int, k: int, n: int, out_dtype: str = "bfloat16"):
+    """x [rows, groups, k] bf16, w [groups, k, n] bf16 -> out [rows, groups, n]."""
     rows = T.dynamic("rows")
     columns = 64 if n <= _NARROW else 256 if n >= _WIDE else 128
 
@@ -32,7 +32,7 @@ def matmul_program(groups: int, k: int, n: int):
     def matmul(
         x: T.Tensor((rows, groups, k), "bfloat16"),
         w: T.Tensor((groups, k, n), "bfloat16"),
-        out: T.Tensor((rows, groups, n), "bfloat16"),
+        out: T.Tensor((rows, groups, n), out_dtype),
     ):
         with T.Kernel(T.ceildiv(rows, _ROWS), T.ceildiv(n, columns), groups, threads=_THREADS) as (bm, bn, g):
             x_tile = T.alloc_shared((_ROWS, _INNER), "bfloat16")
@@ -50,14 +50,7 @@ def matmul_program(groups: int, k: int, n: int):
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G, K], weight [G, K, N], both bf16 -> [R, G, N]; see contract `grouped_linear`. Raises KernelError."""
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise KernelError(f"this grouped product takes bfloat16, not {x.dtype} by {weight.dtype}")
-    columns = weight.shape[2]
-    x, weight = tma_ready(x, weight)
-    out = torch.empty(x.shape[0], x.shape[1], weight.shape[2], dtype=x.dtype, device=x.device)
-    if out.numel():
-        matmul_program(*weight.shape)(aligned(x), aligned(weight), out)
-    return out[..., :columns]
+    return _product(x, weight, torch.bfloat16)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,3 +58,23 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == torch.float32 and weight.dtype == torch.float32:
         return linear_float32(x, weight)
     return grouped_linear(x[:, None], weight[None])[:, 0]
+
+
+def head_logits(x: Tensor, head: Tensor) -> Tensor:
+    """x [R, D] @ head [D, V] -> float32 [R, V], both bf16 or both float32; see contract `head_logits`. Raises
+    KernelError.
+    """
+    if x.dtype == torch.float32 and head.dtype == torch.float32:
+        return linear_float32(x, head)
+    return _product(x[:, None], head[None], torch.float32)[:, 0]
+
+
+def _product(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise KernelError(f"this product takes bfloat16, not {x.dtype} by {weight.dtype}")
+    columns = weight.shape[2]
+    x, weight = tma_ready(x, weight)
+    out = torch.empty(x.shape[0], x.shape[1], weight.shape[2], dtype=out_dtype, device=x.device)
+    if out.numel():
+        matmul_program(*weight.shape, dtype_name(out))(aligned(x), aligned(weight), out)
+    return out[..., :columns]

@@ -74,6 +74,12 @@ def _products() -> Iterator[Case]:
             return {"x": _randn(g, rows, k)}, {"w": _randn(g, k, n, scale=k**-0.5)}
 
         yield Case("linear", f"{k}x{n}", make, lambda o, r, s: (o.linear(r["x"], s["w"]),))
+    for k, n in ((128, 384), (5120, 1000)):
+
+        def make_head(rows: int, g: torch.Generator, k: int = k, n: int = n) -> tuple[Inputs, Inputs]:
+            return {"x": _randn(g, rows, k)}, {"w": _randn(g, k, n, scale=k**-0.5)}
+
+        yield Case("head_logits", f"{k}x{n}", make_head, lambda o, r, s: (o.head_logits(r["x"], s["w"]),))
     for groups, k, n in ((2, 128, 32), (8, 4096, 16)):
 
         def make_grouped(

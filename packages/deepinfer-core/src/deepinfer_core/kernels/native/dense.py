@@ -51,6 +51,10 @@ class DenseOps:
             raise failure(status, "grouped_linear")
         return out
 
+    def head_logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """x [R, D] @ head [D, V] -> [R, V]."""
+        return self.linear(x, head)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., D], weight [D] -> [..., D]."""
         dim = weight.shape[0]

@@ -20,7 +20,7 @@ from deepinfer_core.kernels.reference.compressor import pool_pairs
 from deepinfer_core.kernels.reference.dspark import markov_step
 from deepinfer_core.kernels.reference.engram import engram_gate, engram_rows
 from deepinfer_core.kernels.reference.indexer import candidate_blocks, select_entries
-from deepinfer_core.kernels.reference.linear import grouped_linear, linear
+from deepinfer_core.kernels.reference.linear import grouped_linear, head_logits, linear
 from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix
 from deepinfer_core.kernels.reference.moe import combine_experts, plan_tiles, route, run_experts, shared_expert
 from deepinfer_core.kernels.reference.norm_rope import apply_rope, rms_norm, rope_table
@@ -31,6 +31,7 @@ __all__ = ["REFERENCE"]
 REFERENCE = Kernels(
     linear=linear,
     grouped_linear=grouped_linear,
+    head_logits=head_logits,
     rms_norm=rms_norm,
     rope_table=rope_table,
     apply_rope=apply_rope,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ROW_TILE", "grouped_linear", "linear", "pad_rows", "tile_product"]
+__all__ = ["ROW_TILE", "grouped_linear", "head_logits", "linear", "pad_rows", "tile_product"]
 
 ROW_TILE = 8
 _SPLIT_INNER = 512  # from about 1,024 on, a lone product is split over threads along K, a product in a batch never is
@@ -36,6 +36,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))  # [n, 8, K]
     out = tile_product(tiles, weight.expand(tiles.shape[0], -1, -1)).flatten(0, 1)
     return out if out.shape[0] == rows else out[:rows]
+
+
+def head_logits(x: Tensor, head: Tensor) -> Tensor:
+    """x [R, D] @ head [D, V] -> float32 [R, V], both of one dtype, whose values float32 holds exactly."""
+    return linear(x.float(), head.float())
 
 
 def tile_product(tiles: Tensor, weights: Tensor) -> Tensor:

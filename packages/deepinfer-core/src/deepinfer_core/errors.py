@@ -72,4 +72,8 @@ class ReplayError(DeepInferError, ValueError):
 
 
 class ParallelError(DeepInferError):
-    """A rank is missing, late, or disagrees with the others."""
+    """A rank is missing, late, or disagrees with the others. `late_ranks`: those it comes from, where known."""
+
+    def __init__(self, message: str, late_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.late_ranks = late_ranks

@@ -4,7 +4,8 @@
 
 The release has two tables of 384 M rows (98 GB each) of which a token reads 24 rows, so a table may stay in host
 memory, on the device, or memory-mapped on disk. A process may own a part of the rows: `lookup` gives zeros for the
-others, so that the sum over the owners is the full result.
+others, so that the sum over the owners is the full result. `read` gives rows as they are stored, to be sent to the
+process that wants them, and `decode` makes of them what `lookup` of the whole table would have given there.
 """
 
 from __future__ import annotations
@@ -49,3 +50,15 @@ class EngramTable:
         values = torch.zeros(len(rows), self.width, dtype=self.dtype, device=self.codes.device)
         values[held] = dequantize_rows(self.codes[local[held]], self.scales[local[held]], self.dtype)
         return values.to(self.device)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Stored `rows` [N] int64 -> [N, W + W / 32] bytes: codes, then scales. IndexError for a row held elsewhere."""
+        local = rows.to(self.codes.device) - self.first_row
+        if len(local) and not 0 <= int(local.min()) <= int(local.max()) < len(self.codes):
+            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are asked for; held are {self.owned_rows}")
+        return torch.cat([self.codes[local], self.scales[local]], 1).to(self.device)
+
+    def decode(self, records: Tensor) -> Tensor:
+        """What `read` gave here or elsewhere -> the values [N, W]."""
+        codes, scales = records[:, : self.width].contiguous(), records[:, self.width :].contiguous()
+        return dequantize_rows(codes, scales, self.dtype)

@@ -20,9 +20,9 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.attention import Selections, attention, write_global_entries
 from deepinfer_core.model.batch import Batch, RowSet
 from deepinfer_core.model.moe import moe
-from deepinfer_core.model.params import HyperParams, LayerParams, ModelParams
+from deepinfer_core.model.params import EngramParams, HyperParams, LayerParams, ModelParams
 from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts, RowOrigin
-from deepinfer_core.parallel.owned import OwnedRange
+from deepinfer_core.parallel.owned import EngramSource, LocalEngram, OwnedRange
 
 __all__ = ["Backbone", "ForwardOutput", "GivenEmbeddings", "LayerTrace", "run_sublayers"]
 
@@ -62,10 +62,16 @@ class Backbone:
     """The causal encoder-decoder. Holds no state: `forward` reads and writes the `ModelState` that it is given."""
 
     def __init__(
-        self, config: ModelConfig, params: ModelParams, kernels: Kernels, exchange: ExpertExchange | None = None
+        self,
+        config: ModelConfig,
+        params: ModelParams,
+        kernels: Kernels,
+        exchange: ExpertExchange | None = None,
+        engram: EngramSource | None = None,
     ) -> None:
         self.config, self.params, self.kernels = config, params, kernels
         self.exchange: ExpertExchange = exchange or LocalExperts()
+        self.engram: EngramSource = engram or LocalEngram(params.engram_tables())
         self.vocabulary = OwnedRange.whole(config.vocab_size)
 
     def forward(
@@ -77,6 +83,7 @@ class Backbone:
     ) -> ForwardOutput:
         """Run one step's rows. Writes the caches of `state`. `given` replaces the token embedding of some rows."""
         config, kernels = self.config, self.kernels
+        self.engram.fetch(self._engram_rows(batch, trace))
         embedded = self.vocabulary.lookup(self.params.embed, batch.tokens)
         if given is not None:
             embedded = embedded.index_copy(0, given.rows, given.values.to(embedded.dtype))
@@ -87,7 +94,7 @@ class Backbone:
         counts: list[int] = []
         for index, layer in enumerate(self.params.layers):
             if layer.engram is not None:
-                streams = self._engram(streams, index, batch, trace)
+                streams = self._engram(streams, index, layer.engram, batch)
             if index in config.dspark_target_layer_ids:
                 mean = streams.float().mean(1).to(streams.dtype)
                 features.append(_to_decoder_rows(mean, batch) if rows is batch.encoder else mean)
@@ -136,28 +143,39 @@ class Backbone:
             trace.candidates = selections.candidates
         return streams, pre
 
-    def _engram(self, streams: Tensor, index: int, batch: Batch, trace: LayerTrace | None) -> Tensor:
-        engram = self.params.layers[index].engram
-        if engram is None:
-            return streams
-        config, kernels = self.config, self.kernels
-        history = batch.engram_history
-        if index > config.decoder_start:
-            history = _to_decoder_rows(history, batch)
-        table_rows = kernels.engram_rows(
-            history,
-            engram.multipliers,
-            engram.primes,
-            engram.offsets,
-            self.params.pad_class,
-            config.engram_n_heads,
-        )
-        if trace is not None:
-            trace.engram_rows[index] = table_rows[: batch.encoder.num_rows]
-        values = engram.table.lookup(table_rows.flatten()).view(table_rows.shape[0], -1)
+    def _engram_rows(self, batch: Batch, trace: LayerTrace | None) -> dict[int, Tensor]:
+        """Table rows of every Engram layer; they follow from the tokens, so they can be fetched before the first layer."""
+        wanted: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.params.layers):
+            if layer.engram is None:
+                continue
+            table_rows = self.kernels.engram_rows(
+                self._engram_history(index, batch),
+                layer.engram.multipliers,
+                layer.engram.primes,
+                layer.engram.offsets,
+                self.params.pad_class,
+                self.config.engram_n_heads,
+            )
+            if trace is not None:
+                trace.engram_rows[index] = table_rows[: batch.encoder.num_rows]
+            wanted[index] = table_rows.flatten()
+        return wanted
+
+    def _engram_history(self, index: int, batch: Batch) -> Tensor:
+        """[P, N] of the rows that go through layer `index`."""
+        if index <= self.config.decoder_start:
+            return batch.engram_history
+        return batch.engram_history[:0] if batch.decoder is None else _to_decoder_rows(batch.engram_history, batch)
+
+    def _engram(self, streams: Tensor, index: int, engram: EngramParams, batch: Batch) -> Tensor:
+        kernels, history = self.kernels, self._engram_history(index, batch)
+        values = self.engram.take(index).view(history.shape[0], -1)
         key_value = kernels.linear(values, engram.wkv)
         dead = history[:, 0] < 0
-        return kernels.engram_gate(streams, key_value, engram.q_weight, engram.k_weight, dead, config.rms_norm_eps)
+        return kernels.engram_gate(
+            streams, key_value, engram.q_weight, engram.k_weight, dead, self.config.rms_norm_eps
+        )
 
     def _commit_history(self, batch: Batch, state: ModelState) -> None:
         commit = batch.history_commit

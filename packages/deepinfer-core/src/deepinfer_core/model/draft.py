@@ -22,6 +22,7 @@ from deepinfer_core.model.backbone import Backbone, run_sublayers
 from deepinfer_core.model.batch import Batch
 from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import AttentionParams, DraftParams
+from deepinfer_core.parallel.experts import RowOrigin
 
 __all__ = ["DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
 
@@ -110,7 +111,7 @@ class Drafter:
 
             def experts(x: Tensor, number: int = number) -> Tensor:
                 weights, layer = self.params.stages[number].ffn, config.num_hidden_layers + number
-                return moe(x, segments * n, None, weights, backbone.exchange, layer, config, kernels)
+                return moe(x, segments * n, None, weights, backbone.exchange, layer, origin, config, kernels)
 
             streams, pre = run_sublayers(streams, pre, stage, attend, experts, config, kernels)
             if trace is not None:
@@ -125,6 +126,7 @@ class Drafter:
         block_position: Tensor,
         draw: DrawToken,
         num_steps: int,
+        origin = RowOrigin(slot.repeat_interleave(n), block_position.flatten())
         trace: DraftTrace | None,
     ) -> DraftOutput:
         segments, n = block_position.shape

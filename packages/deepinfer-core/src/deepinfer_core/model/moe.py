@@ -5,15 +5,16 @@ Dispatch and combine belong to `parallel`: with one process they hand the rows t
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.params import MoeParams
-from deepinfer_core.parallel.experts import ExpertExchange
+from deepinfer_core.parallel.experts import ExpertExchange, RowOrigin
 
-__all__ = ["moe"]
+__all__ = ["moe", "serve_experts"]
 
 
 def moe(
@@ -23,6 +24,7 @@ def moe(
     params: MoeParams,
     exchange: ExpertExchange,
     layer: int,
+    origin: RowOrigin,
     config: ModelConfig,
     kernels: Kernels,
 ) -> Tensor:
@@ -32,9 +34,39 @@ def moe(
     if is_image is not None:
         bias = is_image[:num_rows, None] * params.bias_vl + ~is_image[:num_rows, None] * params.bias
     ids, weights = kernels.route(real, params.gate, bias, params.num_chosen, config.routed_scaling_factor)
-    sent = exchange.dispatch(layer, real, ids, weights)
-    plan = kernels.plan_experts(sent.local_ids, params.w13.shape[0])
-    pairs = kernels.run_experts(sent.rows, sent.weights, plan, params.w13, params.w2, config.swiglu_limit)
+    pairs = _expert_outputs(real, ids, weights, params, exchange, layer, origin, config, kernels)
     shared = kernels.shared_expert(x, params.shared_w13, params.shared_w2, config.swiglu_limit)
-    y = kernels.combine_experts(exchange.combine(sent, pairs), shared[:num_rows])
+    y = kernels.combine_experts(pairs, shared[:num_rows])
     return y if num_rows == x.shape[0] else F.pad(y, (0, 0, 0, x.shape[0] - num_rows))
+
+
+def serve_experts(
+    params: MoeParams, exchange: ExpertExchange, layer: int, config: ModelConfig, kernels: Kernels
+) -> None:
+    """Take part in the exchange of a layer without rows of one's own: run the local experts on those of others."""
+    x = params.w13.new_empty(0, params.w13.shape[1])
+    ids = torch.empty(0, params.num_chosen, dtype=torch.int64, device=x.device)
+    weights = torch.empty(0, params.num_chosen, dtype=torch.float32, device=x.device)
+    nobody = RowOrigin(ids[:, 0], ids[:, 0])
+    _expert_outputs(x, ids, weights, params, exchange, layer, nobody, config, kernels)
+
+
+def _expert_outputs(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    params: MoeParams,
+    exchange: ExpertExchange,
+    layer: int,
+    origin: RowOrigin,
+    config: ModelConfig,
+    kernels: Kernels,
+) -> Tensor:
+    """x [R, D], ids and weights [R, k] -> one output for each pair [R, k, D]."""
+    sent = exchange.dispatch(layer, x, ids, weights, origin)
+    if len(sent.rows):
+        plan = kernels.plan_experts(sent.local_ids, params.w13.shape[0])
+        pairs = kernels.run_experts(sent.rows, sent.weights, plan, params.w13, params.w2, config.swiglu_limit)
+    else:
+        pairs = sent.rows.new_empty(*sent.local_ids.shape, sent.rows.shape[1])
+    return exchange.combine(sent, pairs)

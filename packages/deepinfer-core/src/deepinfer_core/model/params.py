@@ -129,6 +129,10 @@ class ModelParams:
     frequencies: Tensor  # [rotary / 2] window-only layers and draft stages
     long_frequencies: Tensor  # [rotary / 2] layers with a compressed cache (YaRN)
 
+    def engram_tables(self) -> dict[int, EngramTable]:
+        """Layer -> its table, or the part of it that is held here."""
+        return {index: layer.engram.table for index, layer in enumerate(self.layers) if layer.engram is not None}
+
 
 def build_params(weights: ModelWeights, config: ModelConfig) -> ModelParams:
     """Transposes and joins; the numbers stay what they are."""

@@ -16,7 +16,7 @@ to O(log n) tokens, where a hash would be off by O(sqrt n). All functions are pu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.expert_placement import Placement, PlacementPlan
 
 __all__ = [
+    "REPLICA_ONE",
+    "REPLICA_STEP",
     "MoveCost",
     "TokenSplit",
     "WindowStep",
@@ -33,6 +35,7 @@ __all__ = [
     "count_experts",
     "loads_per_expert",
     "only_moves_that_pay",
+    "replica_start",
     "split_tokens",
     "window_step",
 ]
@@ -40,8 +43,8 @@ __all__ = [
 type FloatArray = NDArray[np.float64]
 type IntArray = NDArray[np.int64]
 
-_ONE = 1 << 32  # the share 1 in the fixed point of the split
-_GOLDEN_STEP = 0x9E3779B9  # 2^32 / golden ratio, odd: visits all 2^32 values
+REPLICA_ONE: Final = 1 << 32  # the share 1 in the fixed point of the split
+REPLICA_STEP: Final = 0x9E3779B9  # 2^32 / golden ratio, odd: visits all 2^32 values
 _SWEEPS = 4  # over all experts with replicas; 12 more change the balance by less than 0.2 % (docs/expert_balance.md)
 
 
@@ -99,7 +102,7 @@ class TokenSplit:
 
     def shares(self) -> FloatArray:
         """Share of its expert's tokens that each replica takes [L, E, R]; those of an expert sum to 1."""
-        return np.diff(self.bounds, axis=2, prepend=0) / _ONE
+        return np.diff(self.bounds, axis=2, prepend=0) / REPLICA_ONE
 
 
 def split_tokens(load: FloatArray, placement: Placement) -> TokenSplit:
@@ -108,7 +111,7 @@ def split_tokens(load: FloatArray, placement: Placement) -> TokenSplit:
     It costs no move, so it may follow every window, where a rearrangement waits for its interval.
     """
     slots = placement.slots_of_expert()
-    bounds = np.full(slots.shape, _ONE, np.int64)
+    bounds = np.full(slots.shape, REPLICA_ONE, np.int64)
     device_of_slot = placement.device_of_slot.tolist()
     replicas = placement.replicas()
     for layer in range(len(slots)):
@@ -124,10 +127,10 @@ def split_tokens(load: FloatArray, placement: Placement) -> TokenSplit:
         for expert, amounts in poured.items():
             total = sum(amounts)
             if total > 0:
-                ends = np.rint(np.cumsum(amounts) / total * _ONE)
+                ends = np.rint(np.cumsum(amounts) / total * REPLICA_ONE)
             else:  # nothing was poured; if the expert is asked for next, its replicas share the work
-                ends = np.arange(1, len(amounts) + 1) * _ONE // len(amounts)
-            bounds[layer, expert, : len(amounts) - 1] = np.minimum(ends, _ONE)[:-1]
+                ends = np.arange(1, len(amounts) + 1) * REPLICA_ONE // len(amounts)
+            bounds[layer, expert, : len(amounts) - 1] = np.minimum(ends, REPLICA_ONE)[:-1]
     return TokenSplit(slots, bounds)
 
 
@@ -138,10 +141,15 @@ def choose_slots(
 
     request_keys: 64 bits that stay with a request wherever it runs (its seed), not its place in the batch.
     """
-    step = positions.astype(np.uint64) * np.uint64(_GOLDEN_STEP)
-    u = ((_mix(request_keys) + step) & np.uint64(_ONE - 1)).astype(np.int64)  # [R]
+    step = positions.astype(np.uint64) * np.uint64(REPLICA_STEP)
+    u = ((_mix(request_keys) + step) & np.uint64(REPLICA_ONE - 1)).astype(np.int64)  # [R]
     replica = (split.bounds[layer, expert_ids] <= u[:, None, None]).sum(axis=2)  # [R, k]
     return split.slots[layer, expert_ids, replica]
+
+
+def replica_start(seed: int) -> int:
+    """`u` of position 0 of the request with this seed; that of position p is p steps further, modulo 1."""
+    return int(_mix(np.array([seed], np.uint64))[0]) & (REPLICA_ONE - 1)
 
 
 def _mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

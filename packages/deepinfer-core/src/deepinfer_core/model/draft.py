@@ -103,6 +103,7 @@ class Drafter:
         rope = kernels.rope_table(self._pad(block_position.flatten()), backbone.params.frequencies)
         scratch = state.layout.draft_window.scratch_start + torch.arange(streams.shape[0], device=anchor.device)
         plan = kernels.plan_keys(self._key_rows(anchor_position, slot, visible_from, state, streams.shape[0]))
+        origin = RowOrigin(slot.repeat_interleave(n), block_position.flatten())
         for number, stage in enumerate(self.params.stages):
             cache = state.draft_window[number]
 
@@ -126,7 +127,6 @@ class Drafter:
         block_position: Tensor,
         draw: DrawToken,
         num_steps: int,
-        origin = RowOrigin(slot.repeat_interleave(n), block_position.flatten())
         trace: DraftTrace | None,
     ) -> DraftOutput:
         segments, n = block_position.shape

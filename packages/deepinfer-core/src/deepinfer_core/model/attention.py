@@ -58,14 +58,19 @@ def write_global_entries(
         key = kernels.rms_norm(kernels.linear(latent, key_proj), params.index_key_norm, eps)
         kernels.write_index_keys(state.index_keys[layer], rows, kernels.apply_rope(key, rope))
     kernels.write_entries(state.entries[layer], rows, kernels.apply_rope(latent, rope))
+    share = batch.entry_share.get(ratio)
+    if share is not None:
+        share.run((state.entries[layer], state.index_keys[layer]), f"entries of layer {layer}")
 
 
 def _pool(projected: Tensor, layer: int, batch: Batch, state: ModelState, kernels: Kernels) -> Tensor:
     """projected [P, 2 hd] of every position -> pooled with the position before; used where that completes a pair."""
-    pairs, scratch = state.pairs[layer], batch.layout.pairs.scratch_start
-    pairs[scratch : scratch + projected.shape[0]] = projected
+    pairs = state.pairs[layer]
+    pairs.index_copy_(0, batch.pair_scratch, projected)
     partner = pairs.index_select(0, batch.pair_partner)
     pooled = kernels.pool_pairs(partner.unflatten(1, (2, -1)), projected.unflatten(1, (2, -1)))
+    if batch.pair_share is not None:
+        batch.pair_share.run((pairs,), f"open pairs of layer {layer}")
     kernels.copy_rows(pairs, batch.pair_commit.destination, batch.pair_commit.source)
     return pooled
 
@@ -91,6 +96,8 @@ def attention(
     key = kernels.rms_norm(parts[1], params.kv_norm, eps)
     q = kernels.apply_rope(q, rope)
     kernels.write_window(state.window[layer], rows.scratch, kernels.apply_rope(key, rope))
+    if rows.window_share is not None:
+        rows.window_share.run((state.window[layer],), f"window keys of layer {layer}")
     entry_cache = entry_plan = None
     if owner is not None:
         if params.index_query_proj is not None:

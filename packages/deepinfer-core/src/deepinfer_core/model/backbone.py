@@ -186,10 +186,10 @@ class Backbone:
     ) -> ForwardOutput:
         if batch.decoder is None:
             return ForwardOutput(None, None, counts)
-        wanted = batch.sample_rows
+        wanted, label = batch.sample_rows, "sampled rows"
         logits = None
-        if len(wanted):
-            hidden = self.kernels.mhc_collapse(streams.index_select(0, wanted), pre.index_select(0, wanted))
+        if len(wanted.take):
+            hidden = self.kernels.mhc_collapse(wanted.of(streams, label), wanted.of(pre, label))
             logits = self.head(self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps))
         joined = torch.cat(features, -1) if features else None
         return ForwardOutput(logits, joined, counts)
@@ -245,4 +245,4 @@ def _first_pre_mix(streams: Tensor) -> Tensor:
 
 
 def _to_decoder_rows(x: Tensor, batch: Batch) -> Tensor:
-    return x if batch.decoder_rows is None else x.index_select(0, batch.decoder_rows)
+    return x if batch.decoder_rows is None else batch.decoder_rows.of(x, "rows at the cut")

@@ -17,7 +17,7 @@ nothing waits, so the work of building a batch can be captured in a graph togeth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,9 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.params import ModelParams
 from deepinfer_core.model.step_arrays import NO_ROW, NOTHING_VISIBLE, StepShape, pack_step, upload
+from deepinfer_core.model.step_split import SplitSet, StepSplit, split_step
+from deepinfer_core.parallel.communicator import Communicator
+from deepinfer_core.parallel.context import CacheShare, RowMove
 from deepinfer_core.scheduling.plan import StepPlan
 
 __all__ = ["Batch", "RingCommit", "RowSet", "batch_of", "build_batch"]
@@ -59,6 +62,8 @@ class RowSet:
     scratch: Tensor  # [P] window cache rows of this step's keys
     window_plan: Any  # of kernels.plan_keys
     commit: RingCommit
+    window_share: CacheShare | None  # of the scratch rows that other ranks read; None: no rank lacks any
+    tail_share: CacheShare | None  # of those among them that go into rings
     blocks: Tensor  # [P, B] block numbers of the row's request
     num_visible: dict[int, Tensor]  # ratio -> [P] compressed entries that the row may see
     most_visible: int  # largest position + 1
@@ -66,35 +71,50 @@ class RowSet:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step. `layout` is that of the state it was built for."""
+    """One step. `layout` is that of the state it was built for.
+
+    Split over the ranks of a context group, P and P' count the rows of this rank, N those of all.
+    """
 
     layout: CacheLayout
     tokens: Tensor  # [P]
     encoder: RowSet
     decoder: RowSet | None
-    decoder_rows: Tensor | None  # [P'] encoder row of each decoder row; None: the same rows
+    decoder_rows: RowMove | None  # [P'] of the encoder rows; None: the same rows
     engram_history: Tensor  # [P, N] token classes, newest first
     entry_rows: dict[int, Tensor]  # ratio -> [P] entry cache row that each row writes (or trash)
+    entry_share: dict[int, CacheShare]  # ratio -> of the entries that this step writes; empty: no rank lacks any
     entry_rope: dict[int, Tensor]  # ratio -> [P, 2, rotary] rope of the entry's first token
     pair_partner: Tensor  # [P] pair cache row of the position before
     pair_scratch: Tensor  # [P]
+    pair_share: CacheShare | None
     pair_commit: RingCommit
     history_commit: RingCommit
-    sample_rows: Tensor  # [N] decoder rows whose logits are wanted
+    sample_rows: RowMove  # [N] of the decoder rows: those whose logits are wanted
+    sample_position: Tensor  # [N]
+    sample_token: Tensor  # [N]
+    split: StepSplit | None = None  # None: this process computes all rows
 
 
 def build_batch(
-    plan: StepPlan, state: ModelState, params: ModelParams, kernels: Kernels, *, mask_decoder: bool = False
+    plan: StepPlan,
+    state: ModelState,
+    params: ModelParams,
+    kernels: Kernels,
+    *,
+    mask_decoder: bool = False,
+    group: Communicator | None = None,
 ) -> Batch:
     """Tensors of `plan` on the device of `state`.
 
     `mask_decoder` computes the decoder half for all rows and only clips what the kept ones see: the oracle of skipping
-    them.
+    them. `group`: the ranks that share the rows of long prompts; every one of them builds the batch of the same plan.
     """
-    arrays = pack_step(plan, state.layout, kernels.row_multiple, mask_decoder=mask_decoder)
+    split = split_step(plan, state.layout, group, mask_decoder=mask_decoder)
+    arrays = pack_step(plan, state.layout, kernels.row_multiple, mask_decoder=mask_decoder, split=split)
     device = state.history.device
     columns = arrays.columns if device.type == "cpu" else arrays.views(upload(arrays, device))
-    return batch_of(arrays.shape, columns, state, params, kernels, mask_decoder=mask_decoder)
+    return batch_of(arrays.shape, columns, state, params, kernels, mask_decoder=mask_decoder, split=split)
 
 
 def batch_of(
@@ -105,19 +125,41 @@ def batch_of(
     kernels: Kernels,
     *,
     mask_decoder: bool = False,
+    split: StepSplit | None = None,
 ) -> Batch:
     """The batch of `pack_step`'s columns, given as numpy arrays or as tensors on the device of `state`.
 
-    With tensors: no host synchronisation, and no size or branch that `shape` does not fix.
+    With tensors and no split: no host synchronisation, and no size or branch that `shape` does not fix.
     """
-    return _Builder(shape, columns, state, params, kernels).build(mask_decoder)
+    return _Builder(shape, columns, state, params, kernels, split).build(mask_decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What is known of each of P rows; padding rows see nothing, and have the number of the trash row or one of their
+    own.
+    """
+
+    number: Array  # within the set that the rows belong to: the place of its keys in the scratch rows
+    position: Array
+    slot: Array
+    segment: Array  # row of the block table
+    first: Array  # lowest position of the segment in this step
+    visible_from: Array
+    is_image: Array | None
 
 
 class _Builder:
     def __init__(
-        self, shape: StepShape, columns: Mapping[str, Array], state: ModelState, params: ModelParams, kernels: Kernels
+        self,
+        shape: StepShape,
+        columns: Mapping[str, Array],
+        state: ModelState,
+        params: ModelParams,
+        kernels: Kernels,
+        split: StepSplit | None,
     ) -> None:
-        self.shape, self.columns = shape, columns
+        self.shape, self.columns, self.split = shape, columns, split
         self.state, self.params, self.kernels = state, params, kernels
         self.layout, self.config = state.layout, state.layout.config
         self.device = state.history.device
@@ -143,41 +185,54 @@ class _Builder:
         """A tensor of the state or the parameters; writes go through."""
         return tensor.numpy() if self.on_host else tensor
 
+    def numbers(self, values: np.ndarray[Any, Any]) -> Array:
+        """Numbers of rows that no column holds, where the work is done."""
+        return values if self.on_host else torch.from_numpy(values).to(self.device)
+
+    def number_tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """The same, as the kernels take it."""
+        return self.tensor(self.numbers(values))
+
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def build(self, mask_decoder: bool) -> Batch:
-        shape, columns, layout, config = self.shape, self.columns, self.layout, self.config
-        slot, window_from = columns["slot"], columns["window_from"]
-        position, tokens = self._resolve(slot)
-        first = position - columns["offset"]
-        is_image = self.flags("image") if shape.has_images else None
-        blocks = columns["table"][columns["segment"]]  # [P, B]
-        encoder = self._row_set("commit", shape.num_rows, position, slot, first, window_from, is_image, blocks)
-        decoder, decoder_rows = encoder, None
-        if shape.num_kept == 0:
-            decoder = None
-        elif shape.has_own_decoder:
-            decoder, decoder_rows = self._decoder_rows(
-                mask_decoder, position, slot, first, window_from, is_image, blocks
-            )
-        history, history_commit = self._history(tokens, position, first, slot, is_image)
-        ratios = sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids})
-        pair_scratch = layout.pairs.scratch_start + self.row
-        partner = self._rows_of_keys(position - 1, first, slot, pair_scratch - 1, layout.pairs)
+        columns, layout, split = self.columns, self.layout, self.split
+        position, tokens = self._resolve(columns["slot"])
+        step = _Rows(
+            number=self.row,
+            position=position,
+            slot=columns["slot"],
+            segment=columns["segment"],
+            first=position - columns["offset"],
+            visible_from=columns["window_from"],
+            is_image=self.flags("image") if self.shape.has_images else None,
+        )
+        rows = step if split is None else self._picked(step, "mine")  # those that this process computes
+        encoder_split = None if split is None else split.encoder
+        num_rows = self.shape.num_rows if encoder_split is None else len(encoder_split.mine)
+        encoder = self._row_set(rows, num_rows, self._commit("commit", layout.window, step), encoder_split)
+        decoder, decoder_rows = self._decoder(mask_decoder, step, rows, encoder)
+        self._store_history(tokens, step)
+        entry_rows, entry_share = self._entries(step)
         return Batch(
             layout=layout,
-            tokens=self.tensor(tokens),
+            tokens=self.tensor(tokens if split is None else tokens[columns["mine"]]),
             encoder=encoder,
             decoder=decoder,
             decoder_rows=decoder_rows,
-            engram_history=self.tensor(history),
-            entry_rows={ratio: self._entry_rows(ratio, position, blocks) for ratio in ratios},
-            entry_rope={ratio: self._entry_rope(ratio, position, encoder) for ratio in ratios},
-            pair_partner=self.tensor(partner),
-            pair_scratch=self.tensor(pair_scratch),
-            pair_commit=self._commit("pair_commit", layout.pairs, position, slot),
-            history_commit=history_commit,
-            sample_rows=self.tensor(columns["sample"]),
+            engram_history=self.tensor(self._history(rows)),
+            entry_rows=entry_rows,
+            entry_share=entry_share,
+            entry_rope={ratio: self._entry_rope(ratio, rows.position, encoder) for ratio in entry_rows},
+            pair_partner=self.tensor(self._pair_partner(rows)),
+            pair_scratch=self.tensor(layout.pairs.scratch_start + rows.number),
+            pair_share=None if split is None else self._share(split.encoder, split.pair_tail, layout.pairs),
+            pair_commit=self._commit("pair_commit", layout.pairs, step),
+            history_commit=self._commit("history_commit", layout.history, step),
+            sample_rows=self._sample_rows(decoder),
+            sample_position=self.tensor(position[columns["sample_row"]]),
+            sample_token=self.tensor(tokens[columns["sample_row"]]),
+            split=split,
         )
 
     # ---- rows --------------------------------------------------------------------------------------------------------
@@ -195,127 +250,155 @@ class _Builder:
         block = self.view(self.state.held_tokens)
         return position, xp.where(held, block[slot, xp.where(held, tokens, 0)], tokens)
 
-    def _decoder_rows(
-        self,
-        mask_decoder: bool,
-        position: Array,
-        slot: Array,
-        first: Array,
-        window_from: Array,
-        is_image: Array | None,
-        blocks: Array,
-    ) -> tuple[RowSet, Tensor | None]:
-        """Rows of the decoder half, which see no key below `segment_decoder_from`, and their encoder rows."""
-        shape, columns, xp = self.shape, self.columns, self.xp
-        decoder_from = columns["decoder_from"]
-        visible = xp.maximum(window_from, decoder_from)
-        if mask_decoder:  # rows below stay what they are; nobody above reads them
-            visible = xp.where(position >= decoder_from, visible, window_from)
-        else:
-            first = xp.maximum(first, decoder_from)
-        if shape.num_kept == shape.num_rows:
-            rows = self._row_set("decoder_commit", shape.num_kept, position, slot, first, visible, is_image, blocks)
-            return rows, None
-        pick = columns["kept"]
-        rows = self._row_set(
-            "decoder_commit",
-            shape.num_kept,
-            position[pick],
-            slot[pick],
-            first[pick],
-            xp.where(self.flags("kept_padding"), NOTHING_VISIBLE, visible[pick]),
-            None if is_image is None else is_image[pick],
-            blocks[pick],
+    def _picked(self, step: _Rows, name: str) -> _Rows:
+        """The listed ones of the step's rows."""
+        pick, number = self.columns[name], self.columns[f"{name}_number"]
+        return _Rows(
+            number=number,
+            position=step.position[pick],
+            slot=step.slot[pick],
+            segment=step.segment[pick],
+            first=step.first[pick],
+            visible_from=self.xp.where(number == NO_ROW, NOTHING_VISIBLE, step.visible_from[pick]),
+            is_image=None if step.is_image is None else step.is_image[pick],
         )
-        return rows, self.tensor(pick)
 
-    def _row_set(
-        self,
-        commit: str,
-        num_rows: int,
-        position: Array,
-        slot: Array,
-        first: Array,
-        visible_from: Array,
-        is_image: Array | None,
-        blocks: Array,
-    ) -> RowSet:
-        ring, config, kernels, params = self.layout.window, self.config, self.kernels, self.params
-        scratch = ring.scratch_start + self.row[: len(position)]
-        keys = self._window_keys(position, first, visible_from, slot, scratch)
-        visible = self.xp.where(visible_from != NOTHING_VISIBLE, position + 1, 0)
-        on_device = self.tensor(position)
+    def _decoder(
+        self, mask_decoder: bool, step: _Rows, rows: _Rows, encoder: RowSet
+    ) -> tuple[RowSet | None, RowMove | None]:
+        """Rows of the decoder half, which see no key below `segment_decoder_from`, and where they come from.
+
+        step: all rows of the step; rows: those of them that this process computes.
+        """
+        shape, columns, xp, split = self.shape, self.columns, self.xp, self.split
+        if shape.num_kept == 0:
+            return None, None
+        if not shape.has_own_decoder:
+            return encoder, None
+        decoder_from = columns["decoder_from"]
+        visible = xp.maximum(step.visible_from, decoder_from)
+        if mask_decoder:  # rows below stay what they are; nobody above reads them
+            clipped = replace(step, visible_from=xp.where(step.position >= decoder_from, visible, step.visible_from))
+        else:
+            clipped = replace(step, visible_from=visible, first=xp.maximum(step.first, decoder_from))
+        commit = self._commit("decoder_commit", self.layout.window, step)
+        decoder_split = None if split is None else split.decoder
+        num_rows = shape.num_kept if decoder_split is None else len(decoder_split.mine)
+        if shape.num_kept == shape.num_rows:
+            kept = clipped if split is None else self._picked(clipped, "mine")
+            return self._row_set(kept, num_rows, commit, decoder_split), None
+        kept = self._picked(clipped, "kept")
+        move: RowMove | None = RowMove(self.tensor(columns["kept"]))
+        if split is not None:
+            move = split.to_decoder(len(rows.number), len(kept.number), self.number_tensor)
+        return self._row_set(kept, num_rows, commit, decoder_split), move
+
+    def _row_set(self, rows: _Rows, num_rows: int, commit: RingCommit, split: SplitSet | None) -> RowSet:
+        config, kernels, params, ring = self.config, self.kernels, self.params, self.layout.window
+        keys = self._window_keys(rows)
+        visible = self.xp.where(rows.visible_from != NOTHING_VISIBLE, rows.position + 1, 0)
+        position = self.tensor(rows.position)
         return RowSet(
             num_rows=num_rows,
-            position=on_device,
-            slot=self.tensor(slot),
-            is_image=None if is_image is None else self.tensor(is_image),
-            rope=kernels.rope_table(on_device, params.frequencies),
-            long_rope=kernels.rope_table(on_device, params.long_frequencies),
-            scratch=self.tensor(scratch),
+            position=position,
+            slot=self.tensor(rows.slot),
+            is_image=None if rows.is_image is None else self.tensor(rows.is_image),
+            rope=kernels.rope_table(position, params.frequencies),
+            long_rope=kernels.rope_table(position, params.long_frequencies),
+            scratch=self.tensor(ring.scratch_start + rows.number),
             window_plan=kernels.plan_keys(self.tensor(keys)),
-            commit=self._commit(commit, ring, position, slot),
-            blocks=self.tensor(blocks),
+            commit=commit,
+            window_share=None if split is None else self._share(split, split.window, ring),
+            tail_share=None if split is None else self._share(split, split.tail, ring),
+            blocks=self.tensor(self.columns["table"][rows.segment]),
             num_visible={
                 ratio: self.tensor(visible // ratio) for ratio in sorted(set(config.compress_ratios)) if ratio
             },
             most_visible=self.shape.most_visible,
         )
 
+    def _sample_rows(self, decoder: RowSet | None) -> RowMove:
+        if self.split is None or decoder is None:
+            return RowMove(self.tensor(self.columns["sample"]))
+        return self.split.to_samples(len(decoder.position), self.number_tensor)
+
+    def _share(self, split_set: SplitSet, needed: np.ndarray[Any, Any], ring: RingLayout) -> CacheShare | None:
+        """Of the scratch rows of the set's rows that are needed elsewhere."""
+        if self.split is None:
+            return None
+        return self.split.share(split_set.split, needed, lambda rows: self.number_tensor(ring.scratch_start + rows))
+
     # ---- what is read ------------------------------------------------------------------------------------------------
 
-    def _rows_of_keys(self, key: Array, first: Array, slot: Array, scratch: Array, ring: RingLayout) -> Array:
-        """Cache rows of positions `key`: the scratch row where the position is one of this step, else the slot's ring.
-
-        first: lowest position of the segment in this step; scratch: scratch row that `key` would have.
+    def _keys_before(self, rows: _Rows, ring: RingLayout, back: Array) -> tuple[Array, Array]:
+        """Positions [P, n] at distances `back` [n] <= 0 from each row, and the cache rows of their keys: the scratch row
+        where the position is one of this step, else the slot's ring.
         """
-        return self.xp.where(key >= first, scratch, slot * ring.capacity + key % ring.capacity)
+        key = rows.position[:, None] + back
+        scratch = ring.scratch_start + rows.number[:, None] + back
+        stored = rows.slot[:, None] * ring.capacity + key % ring.capacity
+        return key, self.xp.where(key >= rows.first[:, None], scratch, stored)
 
-    def _window_keys(self, position: Array, first: Array, visible_from: Array, slot: Array, scratch: Array) -> Array:
+    def _window_keys(self, rows: _Rows) -> Array:
         """Cache rows of the window of each row, oldest first, -1 = invisible: [P, W]."""
-        back = self.arange(1 - self.config.sliding_window, 1)
-        key = position[:, None] + back  # [P, W]
-        rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, self.layout.window)
-        return self.xp.where(key < visible_from[:, None], -1, rows)
+        key, found = self._keys_before(rows, self.layout.window, self.arange(1 - self.config.sliding_window, 1))
+        return self.xp.where(key < rows.visible_from[:, None], -1, found)
 
-    def _history(
-        self, tokens: Array, position: Array, first: Array, slot: Array, is_image: Array | None
-    ) -> tuple[Array, RingCommit]:
-        """Token classes of each row and of the positions before it, DEAD before the start and on images: [P, N]."""
-        ring, length, stored = self.layout.history, self.config.engram_max_ngram_size, self.view(self.state.history)
+    def _pair_partner(self, rows: _Rows) -> Array:
+        """Pair cache row of the position before each row: [P]."""
+        return self._keys_before(rows, self.layout.pairs, self.arange(-1, 0))[1][:, 0]
+
+    def _store_history(self, tokens: Array, step: _Rows) -> None:
+        """Token classes of all rows of the step into the scratch rows, DEAD on images."""
+        ring, stored = self.layout.history, self.view(self.state.history)
         classes = self.view(self.params.token_classes)[tokens]
-        if is_image is not None:
-            classes = self.xp.where(is_image, DEAD_CLASS, classes)
+        if step.is_image is not None:
+            classes = self.xp.where(step.is_image, DEAD_CLASS, classes)
         stored[ring.scratch_start : ring.scratch_start + self.shape.padded_rows] = classes
-        scratch = ring.scratch_start + self.row
-        back = -self.arange(0, length)
-        key = position[:, None] + back
-        rows = self._rows_of_keys(key, first[:, None], slot[:, None], scratch[:, None] + back, ring)
-        history = self.xp.where(key < 0, DEAD_CLASS, stored[rows])
-        return history, self._commit("history_commit", ring, position, slot)
+
+    def _history(self, rows: _Rows) -> Array:
+        """Token classes of each row and of the positions before it, newest first, DEAD before the start: [P, N]."""
+        key, found = self._keys_before(rows, self.layout.history, -self.arange(0, self.config.engram_max_ngram_size))
+        return self.xp.where(key < 0, DEAD_CLASS, self.view(self.state.history)[found])
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def _commit(self, name: str, ring: RingLayout, position: Array, slot: Array) -> RingCommit:
-        """Copies of the listed rows into their slots' rings; position and slot belong to the rows that are listed."""
-        listed = self.columns[name]
+    def _commit(self, name: str, ring: RingLayout, step: _Rows) -> RingCommit:
+        """Copies of the listed scratch rows into the rings of their slots."""
+        number = self.columns[name]
+        row = self.columns.get(f"{name}_row", number)  # the same one among the rows of the step
         if self.shape.is_fixed:
-            index = self.xp.clip(listed, 0, None)
-            inside = slot[index] * ring.capacity + position[index] % ring.capacity
-            destination = self.xp.where(listed == NO_ROW, ring.trash_row, inside)
-        else:
-            index = listed
-            destination = slot[index] * ring.capacity + position[index] % ring.capacity
-        return RingCommit(self.tensor(ring.scratch_start + index), self.tensor(destination))
+            row, number = self.xp.clip(row, 0, None), self.xp.clip(number, 0, None)
+        destination = step.slot[row] * ring.capacity + step.position[row] % ring.capacity
+        if self.shape.is_fixed:
+            destination = self.xp.where(self.columns[name] == NO_ROW, ring.trash_row, destination)
+        return RingCommit(self.tensor(ring.scratch_start + number), self.tensor(destination))
 
-    def _entry_rows(self, ratio: int, position: Array, blocks: Array) -> Tensor:
-        """Entry cache row that each row completes: block of the position, entry within it; trash where it completes
-        none.
-        """
-        block = blocks[self.row, self.xp.clip(position // BLOCK_TOKENS, 0, blocks.shape[1] - 1)]
-        complete = self.flags("writes_global") & ((position + 1) % ratio == 0) & (block >= 0)
-        row = block * self.layout.entries_per_block(ratio) + (position % BLOCK_TOKENS) // ratio
-        return self.tensor(self.xp.where(complete, row, self.layout.entry_trash_row(ratio)))
+    def _entries(self, step: _Rows) -> tuple[dict[int, Tensor], dict[int, CacheShare]]:
+        """By ratio: entry cache row that each row completes, and what other ranks need of it."""
+        config, split = self.config, self.split
+        rows: dict[int, Tensor] = {}
+        shares: dict[int, CacheShare] = {}
+        for ratio in sorted({config.compress_ratios[layer] for layer in config.kv_source_layer_ids}):
+            of_step = self._entry_rows(ratio, step)
+            if split is None:
+                rows[ratio] = self.tensor(of_step)
+                continue
+            padding = self.columns["mine_number"] == NO_ROW
+            mine = self.xp.where(padding, self.layout.entry_trash_row(ratio), of_step[self.columns["mine"]])
+            rows[ratio] = self.tensor(mine)
+            shares[ratio] = split.share(
+                split.encoder.split, split.entries[ratio], lambda numbers, of=of_step: self.tensor(of[self.numbers(numbers)])
+            )
+        return rows, shares
+
+    def _entry_rows(self, ratio: int, step: _Rows) -> Array:
+        """Block of the position, entry within it; trash where the row completes none: [P]."""
+        table = self.columns["table"]
+        block = table[step.segment, self.xp.clip(step.position // BLOCK_TOKENS, 0, table.shape[1] - 1)]
+        complete = self.flags("writes_global") & ((step.position + 1) % ratio == 0) & (block >= 0)
+        row = block * self.layout.entries_per_block(ratio) + (step.position % BLOCK_TOKENS) // ratio
+        return self.xp.where(complete, row, self.layout.entry_trash_row(ratio))
 
     def _entry_rope(self, ratio: int, position: Array, encoder: RowSet) -> Tensor:
         if ratio == 1:

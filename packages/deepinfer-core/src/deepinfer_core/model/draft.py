@@ -70,10 +70,11 @@ class Drafter:
         if rows is None:
             return
         main_x = self.main_input(features)
-        scratch = state.layout.draft_window.scratch_start + torch.arange(main_x.shape[0], device=main_x.device)
-        # Ring rows have the same numbers in both layouts; scratch starts at the same row, too.
-        for stage, cache in zip(self.params.stages, state.draft_window, strict=True):
-            self.kernels.write_window(cache, scratch, self._context_key(main_x, stage.attn, rows.rope))
+        # Ring and scratch rows have the same numbers in the layout of a backbone layer.
+        for number, (stage, cache) in enumerate(zip(self.params.stages, state.draft_window, strict=True)):
+            self.kernels.write_window(cache, rows.scratch, self._context_key(main_x, stage.attn, rows.rope))
+            if rows.tail_share is not None:
+                rows.tail_share.run((cache,), f"context keys of draft stage {number}")
             self.kernels.copy_rows(cache, rows.commit.destination, rows.commit.source)
 
     def propose(

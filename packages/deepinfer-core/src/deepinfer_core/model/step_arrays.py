@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,21 @@ from deepinfer_core.cache.layout import CacheLayout
 from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource, Writes
 
-__all__ = ["NOTHING_VISIBLE", "NO_ROW", "StepArrays", "StepShape", "fits_fixed_shape", "pack_step", "upload"]
+if TYPE_CHECKING:
+    from deepinfer_core.model.step_split import StepSplit
+
+__all__ = [
+    "NOTHING_VISIBLE",
+    "NO_ROW",
+    "StepArrays",
+    "StepShape",
+    "committed_rows",
+    "fits_fixed_shape",
+    "kept_rows",
+    "pack_step",
+    "staged",
+    "upload",
+]
 
 NOTHING_VISIBLE = 2**62  # as a lower bound of what a row sees
 NO_ROW = -1  # padding of a list of rows
@@ -88,12 +102,17 @@ class StepArrays:
         return found
 
 
-def upload(arrays: StepArrays, device: torch.device) -> Tensor:
-    """All columns on `device`, in one copy that nobody waits for; see `StepArrays.views`."""
-    # The pinned block is kept by torch until the copy out of it is done, then used again.
+def staged(arrays: StepArrays, device: torch.device) -> Tensor:
+    """All columns in host memory that `device` can copy from while the host goes on; see `StepArrays.views`."""
+    # torch keeps a pinned block until the copy out of it is done, then uses it again.
     host = torch.empty(arrays.size, dtype=torch.int64, pin_memory=device.type == "cuda")
     arrays.write_to(host.numpy())
-    return host.to(device, non_blocking=True)
+    return host
+
+
+def upload(arrays: StepArrays, device: torch.device) -> Tensor:
+    """All columns on `device`, in one copy that nobody waits for."""
+    return staged(arrays, device).to(device, non_blocking=True)
 
 
 def fits_fixed_shape(plan: StepPlan, layout: CacheLayout) -> bool:
@@ -107,17 +126,26 @@ def fits_fixed_shape(plan: StepPlan, layout: CacheLayout) -> bool:
         and plan.row_sample.all()
         and not plan.row_content.any()
         and lengths.max() <= capacity
-        and len(_kept_rows(plan, layout, mask_decoder=False)) == plan.num_rows
+        and len(kept_rows(plan, layout, mask_decoder=False)) == plan.num_rows
     )
 
 
 def pack_step(
-    plan: StepPlan, layout: CacheLayout, row_multiple: int, *, mask_decoder: bool = False, fixed: StepShape | None = None
+    plan: StepPlan,
+    layout: CacheLayout,
+    row_multiple: int,
+    *,
+    mask_decoder: bool = False,
+    fixed: StepShape | None = None,
+    split: StepSplit | None = None,
 ) -> StepArrays:
-    """The columns of `plan`; `fixed`: laid out for that shape, which the plan must fit into."""
-    kept = _kept_rows(plan, layout, mask_decoder=mask_decoder)
+    """The columns of `plan`; `fixed`: laid out for that shape, which the plan must fit into.
+
+    `split`: this process computes a part of the rows; the columns are still those of all rows, and say which.
+    """
+    kept = kept_rows(plan, layout, mask_decoder=mask_decoder)
     shape = _shape(plan, kept, row_multiple) if fixed is None else fixed
-    columns = dict(_columns(plan, layout, shape, kept, row_multiple))
+    columns = dict(_columns(plan, layout, shape, kept, row_multiple, split))
     return StepArrays(shape, columns)
 
 
@@ -135,7 +163,7 @@ def _shape(plan: StepPlan, kept: Int64, row_multiple: int) -> StepShape:
     )
 
 
-def _kept_rows(plan: StepPlan, layout: CacheLayout, *, mask_decoder: bool) -> Int64:
+def kept_rows(plan: StepPlan, layout: CacheLayout, *, mask_decoder: bool) -> Int64:
     """Rows that go through the decoder half."""
     config = layout.config
     if mask_decoder or config.decoder_start >= config.num_hidden_layers:  # without KV source there is no decoder half
@@ -146,7 +174,7 @@ def _kept_rows(plan: StepPlan, layout: CacheLayout, *, mask_decoder: bool) -> In
 
 
 def _columns(
-    plan: StepPlan, layout: CacheLayout, shape: StepShape, kept: Int64, row_multiple: int
+    plan: StepPlan, layout: CacheLayout, shape: StepShape, kept: Int64, row_multiple: int, split: StepSplit | None
 ) -> Iterator[tuple[str, Int64]]:
     segment = np.repeat(np.arange(plan.num_segments), np.diff(plan.segment_start))  # [R]
     first_row = plan.segment_start[:-1][segment]
@@ -175,25 +203,36 @@ def _columns(
         return _filled(values, shape.padded_rows, NO_ROW) if shape.is_fixed else values
 
     everything = np.arange(plan.num_rows)
-    yield "commit", listed(_committed(plan, segment, everything, layout.window.capacity))
-    yield "pair_commit", listed(_committed(plan, segment, everything, layout.pairs.capacity))
-    yield "history_commit", listed(_committed(plan, segment, everything, layout.history.capacity))
+    yield "commit", listed(committed_rows(plan, everything, layout.window.capacity))
+    yield "pair_commit", listed(committed_rows(plan, everything, layout.pairs.capacity))
+    yield "history_commit", listed(committed_rows(plan, everything, layout.history.capacity))
+    if split is not None:
+        yield from _picked("mine", everything, split.encoder.mine, row_multiple)
     if shape.has_own_decoder:
-        yield "decoder_commit", listed(_committed(plan, segment, kept, layout.window.capacity))
+        commit = committed_rows(plan, kept, layout.window.capacity)
+        yield "decoder_commit", listed(commit)
+        yield "decoder_commit_row", listed(kept[commit])
     if 0 < shape.num_kept < shape.num_rows:
-        padded = _up_to(len(kept), row_multiple)
-        yield "kept", _filled(kept, padded, int(kept[0]))
-        yield "kept_padding", (np.arange(padded) >= len(kept)).astype(np.int64)
+        mine = np.arange(len(kept)) if split is None or split.decoder is None else split.decoder.mine
+        yield from _picked("kept", kept, mine, row_multiple)
     sampled = np.flatnonzero(plan.row_sample[kept])
-    yield "sample", _filled(sampled, shape.padded_rows, 0) if shape.is_fixed else sampled
+    for name, found in (("sample", sampled), ("sample_row", kept[sampled])):
+        yield name, _filled(found, shape.padded_rows, 0) if shape.is_fixed else found
     yield "table", _table(plan, shape)
 
 
-def _committed(plan: StepPlan, segment: Int64, rows: Int64, capacity: int) -> Int64:
+def committed_rows(plan: StepPlan, rows: Int64, capacity: int) -> Int64:
     """Numbers among `rows` of the last `capacity` of every segment that may write windows."""
-    ends = plan.segment_start[1:][segment[rows]]
+    ends = np.repeat(plan.segment_start[1:], np.diff(plan.segment_start))[rows]
     writes = (plan.row_writes[rows] & Writes.WINDOW) != 0
     return np.flatnonzero(writes & (ends - rows <= capacity))
+
+
+def _picked(name: str, rows: Int64, numbers: Int64, row_multiple: int) -> Iterator[tuple[str, Int64]]:
+    """Those of `rows` that have the numbers, and the numbers; padding repeats the first row and has no number."""
+    padded = _up_to(len(numbers), row_multiple)
+    yield name, _filled(rows[numbers], padded, int(rows[numbers[0]]))
+    yield f"{name}_number", _filled(numbers, padded, NO_ROW)
 
 
 def _table(plan: StepPlan, shape: StepShape) -> Int64:

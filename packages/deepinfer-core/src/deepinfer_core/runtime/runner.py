@@ -229,18 +229,15 @@ class Runner:
         prompt = self._prompt_logprobs(plan, out.logits, rows)
         if len(rows.segments) == 0:
             return _empty_result(plan, prompt)
-        decoder = batch.decoder or batch.encoder
         draw = torch.from_numpy(rows.draw).to(self.device)  # [N] sample rows that draw
-        decoder_row = batch.sample_rows[draw]
-        position = decoder.position[decoder_row]
-        token_rows = decoder_row if batch.decoder_rows is None else batch.decoder_rows[decoder_row]
+        position = batch.sample_position[draw]
         logits = out.logits if len(rows.draw) == len(out.logits) else out.logits[draw]
         slots = plan.segment_slot[rows.segments]
         sampled = self.sampler.sample(
             SampleRows(
                 logits=logits,
                 position=position,
-                token=batch.tokens[token_rows],
+                token=batch.sample_token[draw],
                 segment_start=rows.segment_start,
                 segment_slot=slots,
                 grammar_masks=rows.masks(plan),

@@ -111,7 +111,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         ({"num_drafts": 6}, "num_drafts is 6; .* at most 5"),
         ({"max_model_len": 2048}, "max_model_len is 2048.*1024"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is not a setting"),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2"),
+        ({"expert_parallel_size": 3, "data_parallel_size": 2}, "expert_parallel_size is 3; it must divide"),
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
     ],
 )

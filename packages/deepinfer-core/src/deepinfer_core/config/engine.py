@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 from deepinfer_core.config.checks import check_choice, check_flag, check_integer, shown
 from deepinfer_core.config.env import SETTING_OF_VARIABLE, read_variables, unknown_variables
+from deepinfer_core.config.parallel import ParallelConfig
 from deepinfer_core.config.sampling import LogprobsMode
 from deepinfer_core.config.scheduler import CacheConfig, PrefixReplay, SchedulerConfig, SpeculationConfig
 from deepinfer_core.errors import ConfigError
@@ -52,28 +53,12 @@ _MAX_PATH_CHARS = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """How many devices share the work, by kind. One process is what is built: a larger size is refused."""
-
-    data_parallel_size: Annotated[int, "groups that each serve their own requests"] = 1
-    expert_parallel_size: Annotated[int, "devices that share the experts"] = 1
-    context_parallel_size: Annotated[int, "devices that share a long prompt"] = 1
-    engram_parallel_size: Annotated[int, "devices that share the Engram tables"] = 1
-
-    def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            size = check_integer(spec.name, getattr(self, spec.name), 1, 65_536, ConfigError)
-            if size > 1:
-                raise ConfigError(f"{spec.name} is {size}; this version runs on one device only, leave it at 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBalanceConfig:
     """The expert load balancer: what it counts, and when it moves experts between devices."""
 
     expert_count_window: Annotated[int, "steps whose counts are summed"] = 100
-    expert_rearrangement_interval: Annotated[int, "steps between two rearrangements, 0 = never"] = 0
-    num_extra_experts: Annotated[int, "replicas beyond one of each expert"] = 0
+    expert_rearrangement_interval: Annotated[int, "steps between two rearrangements, 0 = never"] = 10_000
+    num_extra_experts: Annotated[int, "replicas of each layer beyond one of each expert"] = 0
     expert_stat_interval: Annotated[int, "steps between two reports"] = 128
 
     def __post_init__(self) -> None:
@@ -81,11 +66,6 @@ class ExpertBalanceConfig:
         check_integer("expert_rearrangement_interval", self.expert_rearrangement_interval, 0, 2**31, ConfigError)
         check_integer("num_extra_experts", self.num_extra_experts, 0, 65_536, ConfigError)
         check_integer("expert_stat_interval", self.expert_stat_interval, 1, 2**24, ConfigError)
-        for name in ("expert_rearrangement_interval", "num_extra_experts"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; with one device there is nothing to balance, leave it at 0"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +116,12 @@ class EngineConfig:
             raise ConfigError(
                 "prefix_replay is 'bounded', an approximation that depends on what is cached; set deterministic=False, "
                 "or take 'exact' or 'off'"
+            )
+
+        if self.experts.num_extra_experts and self.parallel.expert_parallel_size == 1:
+            raise ConfigError(
+                f"num_extra_experts is {self.experts.num_extra_experts}; with expert_parallel_size 1 a rank has every "
+                "expert and nothing to balance, leave it at 0"
             )
 
     @property

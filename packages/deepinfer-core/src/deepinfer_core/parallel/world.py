@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # not exported to type checkers by the public name
 
 from deepinfer_core.config.checks import check_integer
+from deepinfer_core.config.topology import AXES, Axis, Topology
 from deepinfer_core.errors import ConfigError, ParallelError
 from deepinfer_core.parallel.communicator import Communicator, GroupCommunicator, SoleCommunicator
-from deepinfer_core.parallel.topology import AXES, Axis, Topology
 from deepinfer_core.parallel.watch import Watch
 
 __all__ = ["World", "connect_store"]

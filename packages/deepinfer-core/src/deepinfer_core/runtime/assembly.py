@@ -26,7 +26,7 @@ from deepinfer_core.checkpoint.resolve import resolve_model
 from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
-from deepinfer_core.errors import CapacityError, ConfigError, KernelError
+from deepinfer_core.errors import CapacityError, ConfigError, KernelError, ParallelError
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
@@ -85,6 +85,8 @@ class AssembledEngine:
 
 def assemble_engine(config: EngineConfig) -> AssembledEngine:
     """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""
+    if (size := config.parallel.topology().world_size) > 1:
+        raise ParallelError(f"the settings ask for {size} ranks; this object runs in one process")
     choice = choose_provider(config.accelerator)
     form: Form = "plain" if choice.provider is None else choice.provider.cache_form
     find_model = partial(

@@ -177,7 +177,7 @@ class Runner:
             self._admit(admission)
         batch = build_batch(plan, self.state, self.params, self.kernels, mask_decoder=self.config.mask_decoder)
         out = self.backbone.forward(batch, self.state, given=self._given_embeddings(plan))
-        if self.drafter is not None and out.features is not None:
+        if self.drafter is not None and plan.stores_draft_context and out.features is not None:
             self.drafter.store_context(out.features, batch, self.state)
         result = self._sample(plan, batch, out)
         self.stats.steps += 1
@@ -229,15 +229,18 @@ class Runner:
         prompt = self._prompt_logprobs(plan, out.logits, rows)
         if len(rows.segments) == 0:
             return _empty_result(plan, prompt)
+        decoder = batch.decoder or batch.encoder
         draw = torch.from_numpy(rows.draw).to(self.device)  # [N] sample rows that draw
-        position = batch.sample_position[draw]
+        decoder_row = batch.sample_rows[draw]
+        position = decoder.position[decoder_row]
+        token_rows = decoder_row if batch.decoder_rows is None else batch.decoder_rows[decoder_row]
         logits = out.logits if len(rows.draw) == len(out.logits) else out.logits[draw]
         slots = plan.segment_slot[rows.segments]
         sampled = self.sampler.sample(
             SampleRows(
                 logits=logits,
                 position=position,
-                token=batch.sample_token[draw],
+                token=batch.tokens[token_rows],
                 segment_start=rows.segment_start,
                 segment_slot=slots,
                 grammar_masks=rows.masks(plan),
@@ -269,22 +272,34 @@ class Runner:
         slots: NDArray[np.int32],
         anchor: Tensor,
         position: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [M, n] and confidences [M, n] of new drafts, n the largest number wanted; None if nobody wants any."""
+    ) -> _Proposals | None:
+        """New drafts of the segments that want some; None if nobody does."""
         wanted = plan.segment_num_drafts[rows.segments]
         if self.drafter is None or not wanted.any():
             return None
         num_steps = int(wanted.max())
+        chosen = np.flatnonzero(wanted)
+        if len(chosen) < len(wanted):
+            pick = torch.from_numpy(chosen).to(self.device)
+            slot, slots, anchor, position = slot[pick], slots[chosen], anchor[pick], position[pick]
         noise = self.sampler.draft_noise(slots, position + 1, num_steps)
-        visible_from = np.maximum(plan.segment_decoder_from, plan.segment_window_from)[rows.segments]
+        visible_from = np.maximum(plan.segment_decoder_from, plan.segment_window_from)
+        if plan.segment_draft_from is not None:
+            visible_from = np.maximum(visible_from, plan.segment_draft_from)
         drafts: DraftOutput = self.drafter.propose(
-            anchor, position, slot, torch.from_numpy(visible_from).to(self.device), self.state, noise.choose, num_steps
+            anchor,
+            position,
+            slot,
+            torch.from_numpy(visible_from[rows.segments[chosen]]).to(self.device),
+            self.state,
+            noise.choose,
+            num_steps,
         )
         self.state.held_tokens[slot, 1 : 1 + num_steps] = drafts.tokens
         if self._draft_logits is not None:
             self._draft_logits[slot, :num_steps] = drafts.logits
         calibrated = drafts.confidence_logits / self._temperatures[:num_steps]
-        return drafts.tokens, torch.sigmoid(calibrated)
+        return _Proposals(chosen, drafts.tokens, torch.sigmoid(calibrated))
 
     def _ratio_logits(self) -> Tensor | None:
         if self.config.verification != "ratio" or not self.config.num_drafts:
@@ -324,15 +339,15 @@ class Runner:
         rows: _SampledRows,
         first: Tensor,
         sampled: SampledBatch,
-        proposals: tuple[Tensor, Tensor] | None,
+        proposals: _Proposals | None,
         prompt: dict[int, list[TokenLogprobs]],
     ) -> StepResult:
         count = len(rows.segments)
-        drafts = np.zeros((count, 0), np.int64) if proposals is None else proposals[0].cpu().numpy().copy()
-        confidences = (
-            np.zeros((count, 0), np.float32) if proposals is None else proposals[1].cpu().numpy().astype(np.float32)
-        )
+        depth = 0 if proposals is None else proposals.tokens.shape[1]
+        drafts, confidences = np.full((count, depth), -1, np.int64), np.zeros((count, depth), np.float32)
         if proposals is not None:
+            drafts[proposals.entries] = proposals.tokens.cpu().numpy()
+            confidences[proposals.entries] = proposals.confidences.cpu().numpy()
             unwanted = np.arange(drafts.shape[1]) >= plan.segment_num_drafts[rows.segments][:, None]
             drafts[unwanted] = -1
         errors = {
@@ -354,6 +369,15 @@ class Runner:
             prompt_logprobs=prompt,
             errors=errors,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Proposals:
+    """Drafts of some of the segments that drew a token."""
+
+    entries: NDArray[np.int64]  # [S] which ones
+    tokens: Tensor  # [S, n], n the largest number wanted
+    confidences: Tensor  # [S, n] calibrated
 
 
 @dataclass(frozen=True)

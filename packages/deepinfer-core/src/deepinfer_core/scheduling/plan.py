@@ -139,6 +139,9 @@ class StepPlan:
     releases: tuple[Release, ...] = ()
     # ---- grammar: allowed-token bit masks of sample rows, keyed by row
     grammar_masks: Mapping[int, UInt32Mask] = field(default_factory=dict[int, UInt32Mask])
+    # ---- the drafter
+    segment_draft_from: Int64Array | None = None  # [S] it has no context of positions below this one; None = it has all
+    stores_draft_context: bool = True  # False: nothing will be proposed soon, and its context need not be kept up
     # ---- lockstep with other ranks
     padded_rows: int = 0  # rows that the device pads to (0 = as many as there are)
     is_dummy: bool = False  # no real row; run only to take part in collectives

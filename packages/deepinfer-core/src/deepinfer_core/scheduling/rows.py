@@ -66,8 +66,13 @@ def build_plan(
     prefill: list[PrefillSegment],
     admissions: tuple[Admission, ...],
     releases: tuple[Release, ...],
+    *,
+    stores_draft_context: bool = True,
 ) -> StepPlan:
-    """The plan of one step. Arrays are fresh: later changes of `table` don't reach them."""
+    """The plan of one step. Arrays are fresh: later changes of `table` don't reach them.
+
+    Without `stores_draft_context` the drafter's context of these slots starts anew behind the rows of the step.
+    """
     num_decode = len(decode.slots)
     slots = np.concatenate((decode.slots, np.array([s.slot for s in prefill], np.int64)))
     first = np.concatenate((decode.anchor, np.array([s.first for s in prefill], np.int64)))
@@ -83,6 +88,8 @@ def build_plan(
         rows.set_prefill(int(start[i]), segment, table)
         if segment.mask is not None:
             masks[int(start[i + 1]) - 1] = segment.mask
+    if not stores_draft_context:
+        table.draft_from[slots] = first + counts
     num_columns = int(table.num_blocks[slots].max(initial=0))
     return StepPlan(
         step=step,
@@ -103,6 +110,8 @@ def build_plan(
         admissions=admissions,
         releases=releases,
         grammar_masks=masks,
+        segment_draft_from=table.draft_from[slots] if table.num_drafts else None,
+        stores_draft_context=stores_draft_context,
     )
 
 

@@ -60,6 +60,7 @@ class SlotTable:
         self.in_flight_min = np.zeros(num_slots, np.int64)
         self.in_flight_max = np.zeros(num_slots, np.int64)
         # ---- speculation
+        self.draft_from = np.zeros(num_slots, np.int64)  # the drafter has context from this position on
         self.held_drafts = np.zeros(num_slots, np.int32)  # drafts that the device will hold when the next step runs
         # position-major [D, S]: numpy is fast along the long axis
         self.survival = np.ones((num_drafts, num_slots), np.float32)  # of the newest proposals that were committed
@@ -119,7 +120,7 @@ class SlotTable:
         self.limit[slot] = request.limit
         self.decoder_from[slot] = request.decoder_from
         self.in_flight_min[slot] = self.in_flight_max[slot] = 0
-        self.held_drafts[slot] = 0
+        self.held_drafts[slot] = self.draft_from[slot] = 0
         self.survival[:, slot] = self.stale_survival[:, slot] = _UNKNOWN_SURVIVAL
         self.eos[slot] = NO_TOKEN if params.ignore_eos else eos_token_id
         self.stop_from[slot] = request.prompt_tokens + params.min_tokens

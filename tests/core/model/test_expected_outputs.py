@@ -175,7 +175,7 @@ def test_drafts_and_confidences(tiny: TinyModel) -> None:
         assert trace.hidden is not None
         assert (trace.hidden[0] - tiny.tensors[f"{prefix}.hidden"]).abs().max().item() <= 1e-3
         assert draft.tokens[0].tolist() == case["draft_tokens"]
-        assert (draft.logits[0] - tiny.tensors[f"{prefix}.draft_logits"]).abs().max().item() <= 1e-3
+        assert (torch.stack(draft.logits, 1)[0] - tiny.tensors[f"{prefix}.draft_logits"]).abs().max().item() <= 1e-3
         confidence = torch.sigmoid(draft.confidence_logits[0])
         assert (confidence - tiny.tensors[f"{prefix}.confidence"]).abs().max().item() <= 1e-3
 

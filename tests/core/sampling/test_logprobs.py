@@ -77,9 +77,9 @@ def test_only_requests_that_ask_get_logprobs() -> None:
 def test_prompt_logprobs_are_those_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 6, generator=torch.Generator().manual_seed(3))
     target = torch.arange(9) % 6
-    whole = prompt_logprobs(logits, target, 2)
+    whole = prompt_logprobs(logits, target, 2).on_host()
     monkeypatch.setattr("deepinfer_core.sampling.logprobs._TILE_LOGITS", 12)
-    assert prompt_logprobs(logits, target, 2) == whole
+    assert prompt_logprobs(logits, target, 2).on_host() == whole
     expected = logits.double().log_softmax(-1)
     for row, entry in enumerate(whole):
         assert entry.logprob == pytest.approx(float(expected[row, target[row]]), abs=1e-5)

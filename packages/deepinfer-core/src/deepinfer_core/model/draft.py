@@ -24,18 +24,26 @@ from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import AttentionParams, DraftParams
 from deepinfer_core.parallel.experts import RowOrigin
 
-__all__ = ["DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
+__all__ = ["DraftBlock", "DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
 
 type DrawToken = Callable[[int, Tensor], Tensor]  # number k of the proposal, logits [S, V] -> tokens [S]
+
+
+@dataclass(frozen=True, eq=False)
+class DraftBlock:
+    """What the stages make of S blocks: everything that does not depend on what is drawn."""
+
+    hidden: Tensor  # [S, n, D]
+    base_logits: Tensor  # [S, m, V] float32 of the first m positions, without Markov bias
 
 
 @dataclass(frozen=True, eq=False)
 class DraftOutput:
     """Proposals for S segments."""
 
-    tokens: Tensor  # [S, n]
-    logits: Tensor  # [S, n, V] float32, Markov bias included
-    confidence_logits: Tensor  # [S, n] float32, before calibration
+    tokens: Tensor  # [S, m]
+    logits: tuple[Tensor, ...]  # m of [S, V] float32, Markov bias included
+    confidence_logits: Tensor  # [S, m] float32, before calibration
 
 
 @dataclass
@@ -92,6 +100,20 @@ class Drafter:
 
         The first `num_steps` proposals of the block are drawn (None = all of them).
         """
+        made = self.make_block(anchor, anchor_position, slot, visible_from, state, num_steps, trace)
+        return self.draw_block(made, anchor, draw)
+
+    def make_block(
+        self,
+        anchor: Tensor,
+        anchor_position: Tensor,
+        slot: Tensor,
+        visible_from: Tensor,
+        state: ModelState,
+        num_steps: int | None = None,
+        trace: DraftTrace | None = None,
+    ) -> DraftBlock:
+        """The part of `propose` before the first draw; arguments as there."""
         config, kernels, backbone, n = self.config, self.kernels, self.backbone, self.block
         segments = anchor.shape[0]
         tokens = torch.full((segments, n), config.dspark_noise_token_id, dtype=torch.int64, device=anchor.device)
@@ -119,31 +141,25 @@ class Drafter:
             if trace is not None:
                 trace.streams.append(streams[: segments * n])
         hidden = kernels.mhc_collapse(streams, pre)
-        return self._heads(hidden, anchor, block_position, draw, n if num_steps is None else num_steps, trace)
-
-    def _heads(
-        self,
-        hidden: Tensor,
-        anchor: Tensor,
-        block_position: Tensor,
-        draw: DrawToken,
-        num_steps: int,
-        trace: DraftTrace | None,
-    ) -> DraftOutput:
-        segments, n = block_position.shape
-        normalized = self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps)
-        base = self.backbone.head(normalized)[: segments * n].view(segments, n, -1)
-        hidden_by_block = hidden[: segments * n].view(segments, n, -1)
+        normalized = kernels.rms_norm(hidden, self.params.norm, config.rms_norm_eps)
+        hidden = hidden[: segments * n].view(segments, n, -1)
+        wanted = n if num_steps is None else num_steps
+        drawn_from = normalized[: segments * n].view(segments, n, -1)[:, :wanted]
+        base = backbone.head(drawn_from.flatten(0, 1)).view(segments, wanted, -1)
         if trace is not None:
-            trace.hidden, trace.normalized, trace.base_logits = hidden_by_block, normalized[: segments * n], base
+            trace.hidden, trace.normalized, trace.base_logits = hidden, normalized[: segments * n], base
+        return DraftBlock(hidden, base)
+
+    def draw_block(self, block: DraftBlock, anchor: Tensor, draw: DrawToken) -> DraftOutput:
+        """Draw from left to right, each proposal with the Markov bias of the one before it."""
         previous = anchor
         tokens: list[Tensor] = []
         logits: list[Tensor] = []
         confidence: list[Tensor] = []
-        for k in range(num_steps):  # each proposal depends on the one before it
+        for k in range(block.base_logits.shape[1]):
             step_logits, z = self.kernels.markov_step(
-                base[:, k],
-                hidden_by_block[:, k],
+                block.base_logits[:, k],
+                block.hidden[:, k],
                 previous,
                 self.params.markov_embed,
                 self.params.markov_head,
@@ -153,7 +169,7 @@ class Drafter:
             tokens.append(previous)
             logits.append(step_logits)
             confidence.append(z)
-        return DraftOutput(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+        return DraftOutput(torch.stack(tokens, 1), tuple(logits), torch.stack(confidence, 1))
 
     # ---- attention of a stage ------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernel
 from deepinfer_core.model.params import build_params
 from deepinfer_core.outputs import Provenance
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
+from deepinfer_core.runtime.pending import PendingResult
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.runtime.step_costs import measure_costs
 from deepinfer_core.scheduling.cost import CostModel
-from deepinfer_core.scheduling.plan import StepResult
 from deepinfer_core.scheduling.prefix_index import PrefixHasher
 from deepinfer_core.scheduling.replay import ReplayRules
 from deepinfer_core.scheduling.scheduler import Scheduler
@@ -59,7 +59,7 @@ class AssembledEngine:
     op_sources: list[OpSource]
     runner: Runner
     scheduler: Scheduler
-    loop: EngineLoop[Future[StepResult]]
+    loop: EngineLoop[Future[PendingResult]]
     provenance: Provenance
 
     def summary(self) -> str:
@@ -133,6 +133,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
             confidence_temperatures=speculation.confidence_temperatures,
             logprobs_mode=config.logprobs_mode,
             num_token_ids=tokenizer.num_tokens,
+            graphs=not config.enforce_eager,
         ),
         cache_form=form,
     )

@@ -17,10 +17,12 @@ __all__ = ["RowFilters", "rows_of", "to_device"]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of a numpy array on `device`."""
+    """A copy of a numpy array on `device`; nobody waits for it."""
     # A field of one record counts as contiguous whatever its stride is; torch wants the plain stride, so copy.
-    plain = array.copy() if array.size == 1 else np.ascontiguousarray(array)
-    return torch.from_numpy(plain).to(device, non_blocking=True)
+    plain = torch.from_numpy(array.copy() if array.size == 1 else np.ascontiguousarray(array))
+    if device.type == "cuda":
+        plain = plain.pin_memory()  # torch keeps the block until the copy out of it is done
+    return plain.to(device, non_blocking=True)
 
 
 def rows_of(tensor: Tensor, index: NDArray[np.int64]) -> Tensor:

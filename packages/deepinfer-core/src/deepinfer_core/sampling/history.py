@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer_core.sampling.filters import to_device
+
 __all__ = ["TokenHistory"]
 
 
@@ -33,11 +35,11 @@ class TokenHistory:
         if not self._free:
             self._grow()
         row = self._row_of[slot] = self._free.pop()
-        ids = torch.from_numpy(prompt[prompt < self._num_ids]).to(self._device)
+        ids = to_device(prompt[prompt < self._num_ids], self._device)
         self._prompt_seen[row] = False
         self._prompt_seen[row, ids] = True
         counts = np.bincount(output, minlength=self._num_ids)[: self._num_ids]
-        self._output_count[row] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
+        self._output_count[row] = to_device(counts.astype(np.int32), self._device)
 
     def end(self, slot: int) -> None:
         """Forget the history of `slot`, if there is one."""
@@ -60,8 +62,8 @@ class TokenHistory:
         seeing = np.repeat(np.arange(len(slots)), num_drafts)
         if len(seeing):
             within = np.arange(len(seeing)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
-            seen = torch.from_numpy(first[seeing] + 1 + within).to(self._device)
-            at = (torch.from_numpy(seeing).to(self._device), token[seen])
+            seen = to_device(first[seeing] + 1 + within, self._device)
+            at = (to_device(seeing, self._device), token[seen])
             counts.index_put_(at, torch.ones_like(seen, dtype=torch.int32), accumulate=True)
         return self._prompt_seen[rows], counts
 
@@ -72,7 +74,7 @@ class TokenHistory:
         self._output_count.index_put_((rows, tokens.clamp(min=0)), drawn, accumulate=True)
 
     def _rows(self, slots: NDArray[np.int32]) -> Tensor:
-        return torch.tensor([self._row_of[int(slot)] for slot in slots], device=self._device)
+        return to_device(np.array([self._row_of[int(slot)] for slot in slots], np.int64), self._device)
 
     def _grow(self) -> None:
         size = len(self._output_count)

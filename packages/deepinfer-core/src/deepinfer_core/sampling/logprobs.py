@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer_core.sampling.processors import top_k_mask
 from deepinfer_core.scheduling.plan import TokenLogprobs
 
-__all__ = ["LogprobRows", "prompt_logprobs", "token_logprobs"]
+__all__ = ["LogprobRows", "PromptLogprobs", "prompt_logprobs", "token_logprobs"]
 
 # Logits that prompt_logprobs handles at once: it bounds the memory of its temporaries.
 _TILE_LOGITS = 1 << 24
@@ -59,13 +59,23 @@ def token_logprobs(logits: Tensor, token: Tensor, num_top: int) -> LogprobRows:
     return LogprobRows(token, own[:, 0], ahead.sum(1) + 1, top_ids, top_values)
 
 
-def prompt_logprobs(logits: Tensor, target: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """For prompt rows: logits [R, V] of positions p, target [R] the prompt's tokens at p + 1. Waits for the device."""
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, on the device, in parts of some rows."""
+
+    parts: tuple[LogprobRows, ...]
+    num_top: int
+
+    def on_host(self) -> list[TokenLogprobs]:
+        """One entry a row. Waits for the device."""
+        return [entry for part in self.parts for entry in part.on_host([self.num_top] * len(part.token))]
+
+
+def prompt_logprobs(logits: Tensor, target: Tensor, num_top: int) -> PromptLogprobs:
+    """For prompt rows: logits [R, V] of positions p, target [R] the prompt's tokens at p + 1."""
     rows = max(1, _TILE_LOGITS // logits.shape[1])
-    entries: list[TokenLogprobs] = []
-    for part, tokens in zip(logits.split(rows), target.split(rows), strict=True):
-        entries += token_logprobs(part, tokens, num_top).on_host([num_top] * len(tokens))
-    return entries
+    pairs = zip(logits.split(rows), target.split(rows), strict=True)
+    return PromptLogprobs(tuple(token_logprobs(part, tokens, num_top) for part, tokens in pairs), num_top)
 
 
 def _top_entries(values: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer_core.sampling.filters import to_device
 from deepinfer_core.sampling.philox import gumbel_noise, random_words, uniform
 from deepinfer_core.sampling.streams import Stream
 
@@ -40,9 +41,7 @@ class SegmentGrid:
         lengths = np.diff(segment_start)
         column = np.arange(lengths.max(initial=1))
         row = segment_start[:-1, None] + np.minimum(column, lengths[:, None] - 1)
-        return cls(
-            torch.from_numpy(row.astype(np.int64)).to(device), torch.from_numpy(column < lengths[:, None]).to(device)
-        )
+        return cls(to_device(row.astype(np.int64), device), to_device(column < lengths[:, None], device))
 
     def accept(self, emitted: Tensor, stands: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [M, 1 + D] with -1 beyond the last, num_tokens [M]).

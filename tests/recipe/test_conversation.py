@@ -209,3 +209,19 @@ def test_spellings_can_be_changed() -> None:
     assert spelled.count("[U]") == 1
     assert spelled.count("<<") == 2
     assert spelled.count("[D]") == len(re.findall(r"\[D\]", rendered.prompt))
+
+
+@pytest.mark.parametrize("encoding", [recipe.DeepseekV4Encoding(), recipe.DeepseekV41Encoding()])
+def test_a_special_token_without_a_spelling_is_left_out(encoding: Any) -> None:
+    calls = [recipe.ToolCall("c", "f", '{"a": 1, "b": "x"}'), recipe.ToolCall("d", "f", "{}")]
+    conversation = recipe.Conversation(
+        [recipe.UserMessage("u"), recipe.AssistantMessage("x", tool_calls=calls)],
+        thinking_mode=False,
+        tools=[recipe.ToolDefinition("f")],
+    )
+    dsml = recipe.SpecialToken.Dsml.default_str()
+    usual = encoding.render_conversation(conversation)
+    bare = encoding.with_special_tokens(recipe.SpecialTokens(dsml="")).render_conversation(conversation)
+    assert bare.prompt == usual.prompt.replace(dsml, "")
+    assert all(bare.segments)
+    assert not any(not a and not b for a, b in pairwise(bare.is_special))

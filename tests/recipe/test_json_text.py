@@ -74,15 +74,18 @@ def test_numbers_and_keys_read_as_the_protocol_reads_them(text: str, value: str)
         (0.0001, "0.0001", "0.0001"),
         (-0.0, "-0.0", "-0.0"),
         (2**70, "1.1805916207174113e+21", "1.1805916207174113e+21"),
+        (2**64 - 1, "18446744073709551615", "18446744073709551615"),
     ],
 )
 def test_numbers_are_written_as_each_version_writes_them(value: float, v41: str, v4: str) -> None:
     assert (spaced(value), spaced_v4(value)) == (v41, v4)
     assert (spaced({"e-0": [value]}), spaced_v4({"e-0": [value]})) == (f'{{"e-0": [{v41}]}}', f'{{"e-0": [{v4}]}}')
+    assert (compact(value), compact({"e-0": [value]})) == (v4, f'{{"e-0":[{v4}]}}')
 
 
 def test_only_quotes_backslashes_and_controls_are_escaped() -> None:
-    assert spaced('"\\/\b\t\n\f\r\x01\x1f\x7f\u2028é') == '"\\"\\\\/\\b\\t\\n\\f\\r\\u0001\\u001f\x7f\u2028é"'
+    for write in (compact, spaced):
+        assert write('"\\/\b\t\n\f\r\x01\x1f\x7f\u2028é') == '"\\"\\\\/\\b\\t\\n\\f\\r\\u0001\\u001f\x7f\u2028é"'
 
 
 @pytest.mark.bad_input

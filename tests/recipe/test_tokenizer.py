@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 import deepseek_recipe as recipe
 from deepseek_recipe.bundled_tokenizers import load_v4_tokenizer
-from deepseek_recipe.pretokenize import _SETTLED, Pretokenizer, matches_pretokenizer
+from deepseek_recipe.pretokenize import _SETTLED, Pretokenizer, ascii_twin, matches_pretokenizer
 from deepseek_recipe.stretch_encoder import StretchMemory, _memory_bytes
 
 SPECIALS = [token.default_str() for token in recipe.SpecialToken]
@@ -116,6 +116,19 @@ def test_every_settled_character_splits_as_in_the_backend(plain_backend: Backend
             f"a{chr(code)}b {chr(code)}\n漢{chr(code)}  !{chr(code)} 9" for code in codes[start : start + 50]
         )
         assert pretokenizer.pieces(text) == [text[low:high] for _, (low, high) in backend.pre_tokenize_str(text)]
+
+
+ASCII_PARTS = st.one_of(
+    st.sampled_from(["word", " A", "12345", "!?", "  ", "\r\n", "\x0b"]), st.characters(codec="ascii")
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.lists(ASCII_PARTS, max_size=30).map("".join))
+def test_ascii_text_splits_alike_by_the_single_expression(text: str, plain_backend: Backend) -> None:
+    staged, twin = plain_backend.pre_tokenizer, ascii_twin(plain_backend)
+    assert twin.pre_tokenizer.pre_tokenize_str(text) == staged.pre_tokenize_str(text)
+    assert oracle_ids(twin, text) == oracle_ids(plain_backend, text)
 
 
 def test_the_settled_characters_are_letters_marks_numbers_punctuation_symbols_and_blanks() -> None:

@@ -66,11 +66,11 @@ def require_int_in(name: str, value: object, low: int, high: int) -> None:
 
 def require_list(name: str, value: Any, kind: type[T]) -> list[T]:
     """A new list of the items of `value`, each of them a `kind`."""
-    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
+    # A list is known at once: asking for an iterable goes through an abstract class.
+    if type(value) is not list and (isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable)):
         raise _wrong_type(name, cast("object", value), f"a list of {kind.__name__}")
-    items: list[T] = []
-    for index, item in enumerate(cast("Iterable[object]", value)):
+    items = list(cast("Iterable[T]", value))
+    for index, item in enumerate(items):
         if not isinstance(item, kind):
             raise _wrong_type(f"{name}[{index}]", item, f"a {kind.__name__}")
-        items.append(item)
     return items

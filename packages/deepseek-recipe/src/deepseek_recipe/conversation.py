@@ -44,8 +44,9 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
     def __post_init__(self) -> None:
-        for field in ("id", "name", "arguments"):
-            require_str(field, getattr(self, field))
+        require_str("id", self.id)
+        require_str("name", self.name)
+        require_str("arguments", self.arguments)
 
     def __repr__(self) -> str:
         return f"ToolCall(id={quoted(self.id)}, name={quoted(self.name)}, arguments={quoted(self.arguments)})"
@@ -132,9 +133,10 @@ class _Placeholders(msgspec.Struct, frozen=True, kw_only=True):
 def _settle_images(message: SystemMessage | UserMessage | ToolMessage) -> None:
     require_str("content", message.content)
     force_setattr(message, "image_sources", _listed("image_sources", message.image_sources, ImageSource))
-    require_str("image_token", message.image_token, optional=True)
-    if message.image_token == "":
-        raise ValueError("image_token must not be empty")
+    if message.image_token is not None:
+        require_str("image_token", message.image_token)
+        if not message.image_token:
+            raise ValueError("image_token must not be empty")
     if message.image_offsets is not None:
         force_setattr(message, "image_offsets", tuple(require_list("image_offsets", message.image_offsets, int)))
 
@@ -209,7 +211,8 @@ class AssistantMessage(msgspec.Struct, Message, frozen=True):
 
     def __post_init__(self) -> None:
         require_str("content", self.content)
-        require_str("reasoning_content", self.reasoning_content, optional=True)
+        if self.reasoning_content is not None:
+            require_str("reasoning_content", self.reasoning_content)
         if self.tool_calls is not None:
             force_setattr(self, "tool_calls", require_list("tool_calls", self.tool_calls, ToolCall))
         require_bool("prefix", self.prefix)

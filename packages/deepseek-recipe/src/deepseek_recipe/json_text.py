@@ -6,7 +6,7 @@ r"""JSON as the protocol reads and writes it.
     spaced_v4(...)           -> {"a": [1, 1e-7]}    as in V4 prompts: plain notation from 1e-5, exponent without padding
     compact({"a": [1]})      -> {"a":[1]}       as in bodies, constraints and tool-search results
 
-The fast paths are msgspec and the C encoder of `json`; the few numbers that those treat differently are found by a
+The fast paths are msgspec and the C encoder of `json`; the numbers that those treat differently are found by a
 cheap test on the text and take the slow path.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeGuard, cast
 
@@ -44,14 +44,16 @@ MAX_VALUES = 2**23
 
 _TOO_DEEP = f"more than {MAX_DEPTH} containers inside one another"
 
+_CONTAINERS = frozenset((dict, list))
 _I64_MIN, _U64_MAX = -(2**63), 2**64 - 1
 
 _READER_PATH = re.compile(r" - at `\$.*`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
 _MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
-_LONG_INTEGER = re.compile(rb"\d{19}")
-_ODD_NUMBER_WRITTEN = re.compile(r"\d{19}|e-0")
+_LONG_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # a set first is what `re` looks for fast
+_DECIMAL_WRITTEN = re.compile("[0-9](?:[.e]|[0-9]{18})")  # what may be a number that msgspec writes in its own way
+_LONG_INTEGER_WRITTEN = re.compile("[0-9][0-9]{18}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -91,8 +93,9 @@ def loads_body(text: str | bytes) -> Any:
 
 
 def compact(value: Any) -> str:
-    """`value` without any spaces; non-ASCII characters as they are, floats as in V4 prompts."""
-    return _write(value, _COMPACT, _float_v4)
+    """A JSON value without any spaces; non-ASCII characters as they are, floats as in V4 prompts."""
+    text = msgspec.json.encode(value).decode()
+    return text if _DECIMAL_WRITTEN.search(text) is None else _write(value, _COMPACT, _float_v4)
 
 
 def spaced(value: Any) -> str:
@@ -210,10 +213,10 @@ def _check_depth(value: Any, data: bytes) -> None:
     """Refuses more than `MAX_DEPTH` nested containers, level by level and so without recursion."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
-    level: list[Any] = [value] if isinstance(value, (dict, list)) else []
+    level: list[Any] = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH):
-        children = chain.from_iterable(one.values() if is_object(one) else one for one in level)
-        level = [child for child in children if isinstance(child, (dict, list))]
+        members: list[Iterable[Any]] = [one.values() if type(one) is dict else one for one in level]
+        level = [child for child in chain.from_iterable(members) if type(child) in _CONTAINERS]
         if not level:
             return
     raise JsonTextError(_TOO_DEEP)
@@ -261,7 +264,7 @@ _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 def _write(value: Any, separators: _Separators, float_text: Callable[[float], str]) -> str:
     text = _ENCODERS[separators](value)
-    if _ODD_NUMBER_WRITTEN.search(text):
+    if "e-0" in text or _LONG_INTEGER_WRITTEN.search(text):
         return _write_slowly(value, separators, float_text)
     return text
 

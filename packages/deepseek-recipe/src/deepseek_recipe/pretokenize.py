@@ -19,9 +19,12 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
+from tokenizers import Regex, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from deepseek_recipe.json_text import is_array, is_object
 
-__all__ = ["Pretokenizer", "matches_pretokenizer"]
+__all__ = ["Pretokenizer", "ascii_twin", "matches_pretokenizer"]
 
 # Stage 3, with ⏎ for a carriage return and a line feed, which the file holds as they are.
 _WORDS: Final = (
@@ -87,6 +90,10 @@ _SETTLED: Final = (
 _BREAKS: Final = "\r\n"
 _BLANKS: Final = "\t\x0b\x0c \xa0\u3000"  # the settled white space that is no line break
 _PUNCTUATION: Final = "!-/:-@\\[-`{-~"
+_ASCII_PIECE: Final = (
+    rf"[{_PUNCTUATION}][A-Za-z]+|[^\r\n!-~]?[A-Za-z]+|[0-9]{{1,3}}| ?[{_PUNCTUATION}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?![^\s0-9])|\s+"
+)
 _SAFE_BORDER: Final = re.compile(
     "[A-Za-z](?= [A-Za-z])|\n(?=[A-Za-z])|[A-Za-z](?=[0-9])|[\u4e00-\u9fa5](?=[\uff0c\u3002])"
 )
@@ -102,6 +109,15 @@ def matches_pretokenizer(spec: Any) -> bool:
         return False
     found = [{k: v for k, v in stage.items() if k != "trim_offsets"} for stage in spec["pretokenizers"]]
     return json.dumps(found, sort_keys=True) == json.dumps([*splits, byte_level], sort_keys=True)
+
+
+def ascii_twin(backend: Backend) -> Backend:
+    """A tokenizer of the same model that splits ASCII text alike, by one expression in place of three stages."""
+    twin = Backend(backend.model)
+    split = pre_tokenizers.Split(Regex(_ASCII_PIECE), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    twin.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return twin
 
 
 class Pretokenizer:

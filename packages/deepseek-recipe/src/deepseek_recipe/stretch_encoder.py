@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from tokenizers import Tokenizer as Backend
 
-from deepseek_recipe.pretokenize import Pretokenizer
+from deepseek_recipe.pretokenize import Pretokenizer, ascii_twin
 
 __all__ = ["StretchEncoder"]
 
@@ -79,6 +79,7 @@ class StretchEncoder:
         self, backend: Backend, pretokenizer: Pretokenizer | None, piece_bytes: list[int], cache_bytes: int
     ) -> None:
         self._backend = backend
+        self._ascii_backend = backend if pretokenizer is None else ascii_twin(backend)
         self._pretokenizer = pretokenizer
         self._piece_bytes = piece_bytes
         self._stretches = StretchMemory(cache_bytes // 2)
@@ -216,7 +217,7 @@ class StretchEncoder:
             start = end
 
     def _from_backend(self, texts: list[str]) -> list[list[int]]:
+        backend = self._ascii_backend if all(map(str.isascii, texts)) else self._backend
         if sum(map(len, texts)) <= _ALONE_CHARS:  # not worth waking the backend's threads
-            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]

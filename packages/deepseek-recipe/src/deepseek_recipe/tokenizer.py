@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,13 +109,14 @@ class Tokenizer:
         plain = [text for text, special in zip(prompt.segments, prompt.is_special, strict=True) if not special]
         encoded = iter(self._encoder.encode(plain))
         special_id = self._ids_by_spelling
+        ids: list[int] = []
         try:
-            return list(
-                chain.from_iterable(
-                    (special_id[text],) if special else next(encoded)
-                    for text, special in zip(prompt.segments, prompt.is_special, strict=True)
-                )
-            )
+            for text, special in zip(prompt.segments, prompt.is_special, strict=True):
+                if special:
+                    ids.append(special_id[text])
+                else:
+                    ids += next(encoded)
+            return ids
         except KeyError as error:
             raise RuntimeError(f"the tokenizer has no special token {error.args[0]!r}") from None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PromptEncoding"]
 
 _Argument = tuple[str, str, str]  # name, "true" | "false" for a string, shown value
-_MAX_REMEMBERED_CHARS = 1_024  # of a call's arguments
+_MAX_REMEMBERED_CHARS = 1_024  # of a call
 
 _GROUNDING = (
     SpecialToken.Ref,
@@ -122,15 +122,20 @@ class PromptEncoding(ABC):
         self._dsml, self._image = spell(SpecialToken.Dsml), spell(SpecialToken.Image)
         spellings = sorted({spell(token) for token in _GROUNDING} - {""}, key=len)
         self._grounding = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
-        self._tools_before = self._split_template(protocol_data.TOOLS_BLOCK_BEFORE)
+        self._tools_before = self._template(protocol_data.TOOLS_BLOCK_BEFORE)
 
-    def _split_template(self, template: str) -> tuple[list[str], list[int]]:
-        """The segments of a protocol string and which of them are special tokens."""
+    def _template(self, text: str) -> RenderedPrompt:
+        """A protocol string, rendered."""
         spellings = {"{dsml}": self._dsml, "{think}": self._think, "{think_end}": self._think_end}
         for name, tag in self.dsml_tags._asdict().items():
-            template = template.replace("{" + name + "}", tag)
-        pieces = re.split(r"(\{dsml\}|\{think\}|\{think_end\})", template)
-        return [spellings.get(piece, piece) for piece in pieces], [int(piece in spellings) for piece in pieces]
+            text = text.replace("{" + name + "}", tag)
+        out = PromptBuilder(self._image)
+        for piece in re.split(r"(\{dsml\}|\{think\}|\{think_end\})", text):
+            if piece in spellings:
+                out.special(spellings[piece])
+            else:
+                out.text(piece)
+        return out.finish()
 
     def _write_spoken(self, text: str, out: PromptBuilder) -> None:
         """Writes what the model said: grounding spellings in it are the tokens that it emitted."""
@@ -157,7 +162,7 @@ class PromptEncoding(ABC):
         out.text(f"{self.dsml_tags.block}>\n")
 
     def _write_calls(self, calls: Iterable[ToolCall], out: PromptBuilder, *, empty_arguments: str) -> None:
-        r"""Writes the block of calls of an assistant turn.
+        r"""Writes the block of calls of an assistant turn; everything between two DSML tokens is one text.
 
         \n\n<|DSML|tool_calls>
         <|DSML|invoke name="f">
@@ -165,43 +170,48 @@ class PromptEncoding(ABC):
         </|DSML|invoke>
         </|DSML|tool_calls>
         """
-        block, invoke, parameter = self.dsml_tags
-        dsml = self._dsml
-        out.text("\n\n<")
-        out.special(dsml)
-        out.text(f"{block}>\n")
+        block = self.dsml_tags.block
+        texts = ["\n\n<", f"{block}>\n"]
         for call in calls:
-            out.text("<")
-            out.special(dsml)
-            out.text(f'{invoke} name="{call.name}">\n')
-            arguments = _shown_arguments(type(self).spaced_json, call.arguments)
-            for name, is_string, value in arguments:
-                out.text("<")
-                out.special(dsml)
-                out.text(f'{parameter} name="{name}" string="{is_string}">{value}</')
-                out.special(dsml)
-                out.text(f"{parameter}>\n")
-            out.text("</" if arguments else f"{empty_arguments}</")
-            out.special(dsml)
-            out.text(f"{invoke}>\n")
-        out.text("</")
-        out.special(dsml)
-        out.text(f"{block}>")
+            # Agents resend every call with every request.
+            is_short = len(call.name) + len(call.arguments) <= _MAX_REMEMBERED_CHARS
+            texts_of = _remembered_call_texts if is_short else _call_texts
+            first, *others = texts_of(
+                self.dsml_tags, type(self).spaced_json, empty_arguments, call.name, call.arguments
+            )
+            texts[-1] += first
+            texts += others
+        texts[-1] += "</"
+        texts.append(f"{block}>")
+        out.joined(texts, self._dsml)
+
+
+def _call_texts(
+    tags: protocol_data.DsmlTags, to_text: Callable[[Any], str], empty_arguments: str, name: str, arguments: str
+) -> Sequence[str]:
+    """The texts of one call, which DSML tokens join."""
+    shown = _shown_arguments(to_text, arguments)
+    texts = ["<", f'{tags.invoke} name="{name}">\n']
+    for argument, is_string, value in shown:
+        texts[-1] += "<"
+        texts += (
+            f'{tags.parameter} name="{argument}" string="{is_string}">{value}</',
+            f"{tags.parameter}>\n",
+        )
+    texts[-1] += "</" if shown else f"{empty_arguments}</"
+    texts.append(f"{tags.invoke}>\n")
+    return texts
+
+
+_remembered_call_texts = lru_cache(maxsize=1_024)(_call_texts)
 
 
 def _shown_arguments(to_text: Callable[[Any], str], text: str) -> Sequence[_Argument]:
-    """Each argument of a call; text that is no object is one string. Agents resend every call with every request."""
-    return (_remembered_arguments if len(text) <= _MAX_REMEMBERED_CHARS else _parsed_arguments)(to_text, text)
-
-
-def _parsed_arguments(to_text: Callable[[Any], str], text: str) -> Sequence[_Argument]:
+    """Each argument of a call; text that is no object is one string."""
     try:
         arguments = loads(text)
     except JsonTextError:
         arguments = None
     if not is_object(arguments):
         return (("arguments", "true", text),)
-    return tuple((k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items())
-
-
-_remembered_arguments = lru_cache(maxsize=1_024)(_parsed_arguments)
+    return [(k, "true", v) if isinstance(v, str) else (k, "false", to_text(v)) for k, v in arguments.items()]

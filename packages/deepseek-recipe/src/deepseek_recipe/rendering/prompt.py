@@ -81,12 +81,30 @@ class PromptBuilder:
             self._plain.append(text)
 
     def special(self, spelling: str) -> None:
-        """Writes a special token."""
-        if self._plain:
-            self._flush()
+        """Writes a special token; one without a spelling is none."""
         if spelling:
+            if self._plain:
+                self._end_plain()
             self._segments.append(spelling)
             self._is_special.append(1)
+
+    def joined(self, texts: Sequence[str], spelling: str) -> None:
+        """Writes texts, none empty, with a special token between each and the next."""
+        if not spelling:
+            self.text("".join(texts))
+            return
+        segments = [spelling] * (2 * len(texts) - 1)
+        segments[::2] = texts
+        self.extend(segments, b"\0" + b"\1\0" * (len(texts) - 1))
+
+    def extend(self, segments: Sequence[str], is_special: Sequence[int]) -> None:
+        """Writes segments of a finished prompt that begin and end with a plain one."""
+        self._plain.append(segments[0])
+        if len(segments) > 1:
+            self._end_plain()
+            self._segments += segments[1:-1]
+            self._is_special += bytes(is_special[1:-1])
+            self._plain.append(segments[-1])
 
     def specials_in(self, text: str, pattern: re.Pattern[str]) -> None:
         """Writes `text` with every match of `pattern` as a special token."""
@@ -95,7 +113,7 @@ class PromptBuilder:
             self.text(text[end : match.start()])
             self.special(match[0])
             end = match.end()
-        self.text(text[end:])
+        self.text(text[end:] if end else text)
 
     def content(self, message: SystemMessage | UserMessage | ToolMessage) -> None:
         """Writes the content of a message with its image placeholders as special tokens."""
@@ -111,25 +129,16 @@ class PromptBuilder:
         self.text(message.content[end:])
         self._image_sources.extend(message.image_sources)
 
-    def extend(self, segments: Sequence[str], is_special: Sequence[int]) -> None:
-        """Writes a fixed template."""
-        for segment, special in zip(segments, is_special, strict=True):
-            if special:
-                self.special(segment)
-            else:
-                self.text(segment)
-
     def finish(self) -> RenderedPrompt:
         """The prompt as written so far."""
         if self._plain:
-            self._flush()
+            self._end_plain()
         return RenderedPrompt(self._segments, self._is_special, self._image_sources)
 
-    def _flush(self) -> None:
-        plain = self._plain
-        self._segments.append(plain[0] if len(plain) == 1 else "".join(plain))
+    def _end_plain(self) -> None:
+        self._segments.append("".join(self._plain))
         self._is_special.append(0)
-        plain.clear()
+        self._plain.clear()
 
 
 def _placeholder_offsets(message: SystemMessage | UserMessage | ToolMessage, spelling: str) -> Sequence[int]:

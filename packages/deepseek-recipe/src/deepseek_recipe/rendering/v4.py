@@ -57,7 +57,7 @@ class DeepseekV4Encoding(PromptEncoding):
             out.text(self.preambles[conversation.reasoning_effort])
         self._write_system_texts(messages, out)
         if conversation.tools_active:
-            out.extend(*self._tools_before)
+            out.extend(self._tools_before.segments, self._tools_before.is_special)
             lines = [self._tool_line(tool) + "\n" for tool in conversation.tools if not tool.defer_loading]
             out.text("".join(lines) + protocol_data.TOOLS_BLOCK_AFTER.removeprefix("\n"))
         self._write_format_block(conversation, out)

@@ -67,7 +67,7 @@ class DeepseekV41Encoding(PromptEncoding):
         if system is not None:
             out.content(system)
         if conversation.tools_active:
-            out.extend(*self._tools_before)
+            out.extend(self._tools_before.segments, self._tools_before.is_special)
             out.text("\n".join(self._tool_line(tool) for tool in conversation.tools if not tool.defer_loading))
             out.text(protocol_data.TOOLS_BLOCK_AFTER)
         self._write_format_block(conversation, out)

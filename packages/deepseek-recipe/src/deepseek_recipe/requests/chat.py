@@ -26,6 +26,7 @@ from deepseek_recipe.conversation import (
 )
 from deepseek_recipe.enums import ModelVersion, ThinkingInitialStage
 from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.images.sources import ImageSource
 from deepseek_recipe.requests import wire_chat as wire
 from deepseek_recipe.requests.common import (
     Thinking,
@@ -263,33 +264,33 @@ class _Messages:
         return out
 
     def _message(self, turn: Any, path: str) -> Message:
-        if isinstance(turn, wire.ReminderTurn):
-            return LatestReminderMessage(turn.content)
         if isinstance(turn, wire.AssistantTurn):
             return self._assistant(turn, path)
-        content = self._content(turn.content, path)
+        if isinstance(turn, wire.ReminderTurn):
+            return LatestReminderMessage(turn.content)
+        text, sources, placeholders = self._content(turn.content, path)
         if isinstance(turn, wire.UserTurn):
-            return UserMessage(content.text, content.sources, **content.placeholders)
+            return UserMessage(text, sources, **placeholders)
         if isinstance(turn, wire.ToolTurn):
-            return ToolMessage(content.text, turn.tool_call_id, content.sources, **content.placeholders)
-        return SystemMessage(content.text, content.sources, None, **content.placeholders)
+            return ToolMessage(text, turn.tool_call_id, sources, **placeholders)
+        return SystemMessage(text, sources, None, **placeholders)
 
     def _assistant(self, turn: wire.AssistantTurn, path: str) -> AssistantMessage:
         if turn.content is None and turn.tool_calls is None:
             raise ConversionError(f"{path}: an assistant message needs content or tool_calls")
         if turn.tool_calls is not None and not turn.tool_calls:
             raise ConversionError(f"{path}.tool_calls: must not be an empty list; leave it out")
-        content = self._content(turn.content, path)
-        if content.sources:
+        text, sources, _ = self._content(turn.content, path)
+        if sources:
             raise ConversionError(f"{path}: images in assistant messages are not supported")
         calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in turn.tool_calls or ()] or None
-        return AssistantMessage(content.text, turn.reasoning_content, calls, bool(turn.prefix))
+        return AssistantMessage(text, turn.reasoning_content, calls, bool(turn.prefix))
 
-    def _content(self, content: str | list[Any] | None, path: str) -> ContentBuilder:
-        out = ContentBuilder(self._image)
+    def _content(self, content: str | list[Any] | None, path: str) -> tuple[str, list[ImageSource], dict[str, Any]]:
+        """Text, images, and the arguments that say where the placeholders of the images are."""
         if isinstance(content, str):
-            out.add_text(content)
-            return out
+            return content, [], {}
+        out = ContentBuilder(self._image)
         for index, part in enumerate(content or ()):
             if isinstance(part, TextPart):
                 out.add_text(part.text)
@@ -299,10 +300,10 @@ class _Messages:
                 out.add_image(image_source(part.image_url.url, part.image_url.detail, path))
             else:
                 out.add_image(_file_source(part, path, f"{path}.content[{index}]"))
-        return out
+        return out.text, out.sources, out.placeholders
 
 
-def _file_source(part: wire.FilePart, path: str, part_path: str) -> Any:
+def _file_source(part: wire.FilePart, path: str, part_path: str) -> ImageSource:
     if part.file_id is not None:
         hint = "files are not stored here; send the image as a base64 data URL in file_data"
         raise ConversionError(f"{part_path}.file_id: {hint}")

@@ -72,13 +72,7 @@ class ConversationRequest:
     def __init__(self, conversation: Conversation, model_version: ModelVersion) -> None:
         require_instance("conversation", conversation, Conversation)
         require_instance("model_version", model_version, ModelVersion)
-        self._conversation = conversation
-        self._model_version = model_version
-        self._inference_options = InferenceOptions()
-        self._parsing_options = ParsingOptions()
-        self._stream = False
-        self._include_usage = False
-        self._reply_settings = ReplySettings()
+        self._settle(conversation, model_version, InferenceOptions(), ParsingOptions(), False, False, ReplySettings())
 
     @classmethod
     def converted(
@@ -93,13 +87,30 @@ class ConversationRequest:
         reply_settings: ReplySettings | None = None,
     ) -> ConversationRequest:
         """A request with everything that a converter knows."""
-        request = cls(conversation, model_version)
-        request._inference_options = inference_options
-        request._parsing_options = parsing_options
-        request._stream = stream
-        request._include_usage = include_usage
-        request._reply_settings = reply_settings or ReplySettings()
+        request = cls.__new__(cls)
+        settings = reply_settings or ReplySettings()
+        request._settle(
+            conversation, model_version, inference_options, parsing_options, stream, include_usage, settings
+        )
         return request
+
+    def _settle(
+        self,
+        conversation: Conversation,
+        model_version: ModelVersion,
+        inference_options: InferenceOptions,
+        parsing_options: ParsingOptions,
+        stream: bool,
+        include_usage: bool,
+        reply_settings: ReplySettings,
+    ) -> None:
+        self._conversation = conversation
+        self._model_version = model_version
+        self._inference_options = inference_options
+        self._parsing_options = parsing_options
+        self._stream = stream
+        self._include_usage = include_usage
+        self._reply_settings = reply_settings
 
     @property
     def conversation(self) -> Conversation:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+import msgspec
+
 from deepseek_recipe.json_text import compact, is_array, is_object
 from deepseek_recipe.schema.ecma_regex import check_pattern
 
@@ -32,7 +34,7 @@ _DRAFTS = {
 _ANCHOR = re.compile(r"[A-Za-z_][-A-Za-z0-9._]*")
 _SHOWN_CHARS = 60
 _MAX_REMEMBERED = 1024
-_MAX_REMEMBERED_CHARS = 16_384
+_MAX_REMEMBERED_BYTES = 16_384
 
 _Path = tuple["_Path", "str | int"] | None
 
@@ -41,16 +43,16 @@ class SchemaError(ValueError):
     """A value that is not a usable JSON Schema; the message names the place and the rule."""
 
 
-_valid_texts: dict[str, None] = {}  # compact texts of valid schemas, the latest last: tools come again and again
+_valid_texts: dict[bytes, None] = {}  # texts of valid schemas, the latest last: tools come again and again
 
 
 def check_schema(schema: Any) -> None:
     """Raises `SchemaError` unless `schema` is a valid, self-contained JSON Schema."""
-    text = compact(schema)
+    text = msgspec.json.encode(schema)
     if text in _valid_texts:
         return
     _Check(schema).run()
-    if len(text) <= _MAX_REMEMBERED_CHARS:
+    if len(text) <= _MAX_REMEMBERED_BYTES:
         if len(_valid_texts) >= _MAX_REMEMBERED:
             _valid_texts.pop(next(iter(_valid_texts)), None)
         _valid_texts[text] = None
@@ -261,7 +263,8 @@ def _enum(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 
 def _number(check: _Check, value: Any, path: _Path, base: str) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_finite:
         check.fail(value, path, "a number")
 
 

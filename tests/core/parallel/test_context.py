@@ -163,3 +163,25 @@ def test_a_step_of_short_segments_exchanges_nothing(tiny_a: TinyModel) -> None:
     plan = plan_of([Chunk(slot, 0, tokens_of(tiny_a, 15, slot)) for slot in range(4)])
 
     assert on_ranks(2, lambda group: bytes_sent(tiny_a, [plan], group)) == [{}, {}]
+
+
+def test_a_layer_exchanges_halos_and_tails_and_no_more(tiny_a: TinyModel) -> None:
+    """Window records: (2 P - 2)(W - 1) before pieces and at most the ring at the end; of the rest, what is new."""
+    length, size, config = 400, 4, tiny_a.config
+    plan = plan_of([Chunk(0, 0, tokens_of(tiny_a, length), length - 20)], sample="last")
+    sent = on_ranks(size, lambda group: bytes_sent(tiny_a, [plan], group))
+    total = {label: sum(rank[label] for rank in sent) for label in sent[0]}
+    layout, float_bytes = tiny_a.state().layout, 4
+    halos, ring = (2 * size - 2) * (config.sliding_window - 1), layout.window.capacity
+    for layer in range(config.decoder_start):
+        records = total[f"window keys of layer {layer}"] / (config.head_dim * float_bytes)
+        assert halos <= records <= halos + ring
+    entry = (config.head_dim + config.index_head_dim) * float_bytes
+    assert total["entries of layer 2"] == length // 2 * entry
+    assert total["entries of layer 4"] == length * entry
+    assert total["open pairs of layer 2"] == layout.pairs.capacity * 2 * config.head_dim * float_bytes
+    streams = config.hc_mult * config.hidden_size
+    features = sum(layer < config.decoder_start for layer in config.dspark_target_layer_ids) * config.hidden_size
+    assert total["rows at the cut"] == 20 * (streams + config.hc_mult + features) * float_bytes
+    decoder = [label for label in total if label == "sampled rows" or label.endswith(f"layer {config.decoder_start}")]
+    assert decoder == [f"entries of layer {config.decoder_start}"]  # few rows: every rank computes them

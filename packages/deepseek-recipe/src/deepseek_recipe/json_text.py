@@ -52,7 +52,9 @@ _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
 _MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
 _LONG_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # a set first is what `re` looks for fast
-_DECIMAL_WRITTEN = re.compile("[0-9](?:[.e]|[0-9]{18})")  # what may be a number that msgspec writes in its own way
+_DECIMAL_WRITTEN = re.compile(
+    r"[0-9](?:\.[0-9]|e|[0-9]{18})"
+)  # what may be a number that msgspec writes in its own way
 _LONG_INTEGER_WRITTEN = re.compile("[0-9][0-9]{18}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from deepseek_recipe import protocol_data
 from deepseek_recipe.checks import require_instance, require_str
 from deepseek_recipe.conversation import Conversation, ToolCall, ToolDefinition
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["PromptEncoding"]
 
 _Argument = tuple[str, str, str]  # name, "true" | "false" for a string, shown value
-_MAX_REMEMBERED_CHARS = 1_024  # of a call
+_MAX_REMEMBERED_TOOL_SIZE = 8_192  # characters of name and description, bytes of parameters
+_MAX_REMEMBERED_CALL_CHARS = 1_024
 
 _GROUNDING = (
     SpecialToken.Ref,
@@ -142,8 +145,10 @@ class PromptEncoding(ABC):
         out.specials_in(text, self._grounding)
 
     def _tool_line(self, tool: ToolDefinition) -> str:
-        shown = {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters}
-        return type(self).spaced_json(shown)
+        parameters, description = msgspec.json.encode(tool.parameters), tool.description or ""
+        is_short = len(tool.name) + len(description) + len(parameters) <= _MAX_REMEMBERED_TOOL_SIZE
+        line_of = _remembered_tool_line if is_short else _tool_line
+        return line_of(type(self).spaced_json, tool.name, description, parameters)
 
     def _write_format_block(self, conversation: Conversation, out: PromptBuilder) -> bool:
         """Writes how to answer, and whether there was anything to write."""
@@ -173,8 +178,7 @@ class PromptEncoding(ABC):
         block = self.dsml_tags.block
         texts = ["\n\n<", f"{block}>\n"]
         for call in calls:
-            # Agents resend every call with every request.
-            is_short = len(call.name) + len(call.arguments) <= _MAX_REMEMBERED_CHARS
+            is_short = len(call.name) + len(call.arguments) <= _MAX_REMEMBERED_CALL_CHARS
             texts_of = _remembered_call_texts if is_short else _call_texts
             first, *others = texts_of(
                 self.dsml_tags, type(self).spaced_json, empty_arguments, call.name, call.arguments
@@ -184,6 +188,10 @@ class PromptEncoding(ABC):
         texts[-1] += "</"
         texts.append(f"{block}>")
         out.joined(texts, self._dsml)
+
+
+def _tool_line(to_text: Callable[[Any], str], name: str, description: str, parameters: bytes) -> str:
+    return to_text({"name": name, "description": description, "parameters": msgspec.json.decode(parameters)})
 
 
 def _call_texts(
@@ -203,6 +211,8 @@ def _call_texts(
     return texts
 
 
+# Agents resend every tool and every call with every request.
+_remembered_tool_line = lru_cache(maxsize=1_024)(_tool_line)
 _remembered_call_texts = lru_cache(maxsize=1_024)(_call_texts)
 
 

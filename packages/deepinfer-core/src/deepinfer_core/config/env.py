@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["PREFIX", "SETTING_OF_VARIABLE", "VARIABLES", "read_text", "read_variables", "unknown_variables"]
+__all__ = [
+    "PREFIX",
+    "SETTING_OF_VARIABLE",
+    "VARIABLES",
+    "read_launcher",
+    "read_text",
+    "read_variables",
+    "unknown_variables",
+    "worker_environment",
+]
 
 PREFIX: Final = "DEEPINFER_"
 
@@ -38,6 +47,17 @@ SETTING_OF_VARIABLE: Final[Mapping[str, str]] = MappingProxyType({
 
 VARIABLES: Final = tuple(SETTING_OF_VARIABLE)
 
+# What torchrun tells each rank (and Ray actors and local workers are told alike).
+_LAUNCHER_VARIABLES: Final = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
 
 def read_text(variable: str) -> str | None:
     """The value of one of `VARIABLES` without surrounding white space; None where it is unset or empty."""
@@ -60,3 +80,13 @@ def unknown_variables() -> tuple[str, ...]:
             hint = f"; {close[0]} is near" if close else ""
             sentences.append(f"{name} is not a variable of this engine and has no effect{hint}")
     return tuple(sentences)
+
+
+def read_launcher() -> dict[str, str]:
+    """What a launcher of ranks has set, by its names; empty in a process that nobody launched."""
+    return {name: text for name in _LAUNCHER_VARIABLES if (text := os.environ.get(name, "").strip())}
+
+
+def worker_environment(changes: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child: `changes` replace what is there, `defaults` do not."""
+    return {**defaults, **os.environ, **changes}

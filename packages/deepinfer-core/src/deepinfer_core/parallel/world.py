@@ -15,30 +15,16 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # not exported to type checkers by the public name
+from torch._C._distributed_c10d import PrefixStore, Store  # not exported to type checkers by the public name
 
-from deepinfer_core.config.checks import check_integer
 from deepinfer_core.config.topology import AXES, Axis, Topology
 from deepinfer_core.errors import ConfigError, ParallelError
 from deepinfer_core.parallel.communicator import Communicator, GroupCommunicator, SoleCommunicator
 from deepinfer_core.parallel.watch import Watch
 
-__all__ = ["World", "connect_store"]
+__all__ = ["World"]
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_CONNECT_S = 60.0
-
-
-def connect_store(host: str, port: int, timeout_s: float = _CONNECT_S) -> TCPStore:
-    """The store that all ranks share; somebody outside of them serves it. Raises ParallelError if nobody does."""
-    check_integer("port", port, 1, 65_535, ParallelError)
-    try:
-        return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise ParallelError(
-            f"no store of the ranks answers at {host} port {port} within {timeout_s:g} s; is the launcher running "
-            "there, and is the port open?"
-        ) from error
 
 
 class World:

@@ -60,8 +60,11 @@ class ForwardRows:
 class Capture(Protocol):
     """A device's way to record work and to run it again."""
 
-    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
-        """Record what `work` launches, without running it; the result runs it, on the tensors of that time."""
+    def record[Output](self, work: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
+        """Record what `work` launches, without running it: the tensors that it returns, and a call that fills them.
+
+        Every such call reads and writes the tensors of the time of recording.
+        """
         ...
 
 
@@ -71,7 +74,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
+    def record[Output](self, work: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
         """See `Capture`."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may wait for the step before this one meanwhile, so only this thread's calls are checked.
@@ -79,8 +82,8 @@ class CudaCapture:
             graph, pool=self._pool, capture_error_mode="thread_local"
         )
         with recording:
-            work()
-        return graph.replay
+            output = work()
+        return output, graph.replay
 
 
 @dataclass(eq=False)
@@ -125,11 +128,14 @@ class Forward:
             batch = build_batch(plan, self.state, self.params, self.kernels, mask_decoder=self.mask_decoder)
             return self._eager(batch, given, store_context)
         arrays = pack_step(plan, self.state.layout, self.kernels.row_multiple, fixed=shape)
-        graph = self._graphs[key] or self._capture_step(key, arrays, store_context)
-        graph.inputs[: arrays.size].copy_(staged(arrays, graph.inputs.device), non_blocking=True)
+        graph: _Graph[ForwardRows] | None = self._graphs[key]
+        inputs = self._zeros(arrays.largest_size) if graph is None else graph.inputs
+        inputs[: arrays.size].copy_(staged(arrays, inputs.device), non_blocking=True)
+        if graph is None:
+            graph = self._capture_step(key, arrays, inputs, store_context)
         graph.replay()
         count = plan.num_rows
-        rows: ForwardRows = graph.output
+        rows = graph.output
         counts = (count,) * self.backbone.config.num_hidden_layers
         return ForwardRows(rows.logits[:count], rows.position[:count], rows.token[:count]), counts
 
@@ -154,11 +160,9 @@ class Forward:
         return StepShape.fixed(min(rows, self.state.layout.window.scratch_rows), bucket(plan.block_tables.shape[1]))
 
     def _capture_step(
-        self, key: tuple[StepShape, bool], arrays: StepArrays, store_context: bool
+        self, key: Hashable, arrays: StepArrays, inputs: Tensor, store_context: bool
     ) -> _Graph[ForwardRows]:
-        shape = arrays.shape
-        inputs = torch.zeros(arrays.largest_size, dtype=torch.int64, device=self.state.history.device)
-        columns = arrays.views(inputs)
+        shape, columns = arrays.shape, arrays.views(inputs)
         logits = self._logits_buffer(shape.padded_rows)
 
         def work() -> ForwardRows:
@@ -184,15 +188,18 @@ class Forward:
         key = ("draft", size, num_steps)
         if self._capture is None or not self._is_known(key):
             return self.drafter.make_block(anchor, anchor_position, slot, visible_from, self.state, num_steps)
-        graph = self._graphs[key] or self._capture_block(key, size, num_steps)
-        graph.inputs[:, :segments] = torch.stack((anchor, anchor_position, slot, visible_from))
-        graph.inputs[3, segments:] = NOTHING_VISIBLE
+        graph: _Graph[DraftBlock] | None = self._graphs[key]
+        inputs = self._zeros(4, size) if graph is None else graph.inputs
+        inputs[:, :segments] = torch.stack((anchor, anchor_position, slot, visible_from))
+        inputs[3, segments:] = NOTHING_VISIBLE
+        if graph is None:
+            graph = self._capture_block(key, inputs, num_steps)
         graph.replay()
-        block: DraftBlock = graph.output
+        block = graph.output
         return DraftBlock(block.hidden[:segments], block.base_logits[:segments])
 
-    def _capture_block(self, key: Hashable, size: int, num_steps: int) -> _Graph[DraftBlock]:
-        inputs = torch.zeros(4, size, dtype=torch.int64, device=self.state.history.device)
+    def _capture_block(self, key: Hashable, inputs: Tensor, num_steps: int) -> _Graph[DraftBlock]:
+        size = inputs.shape[1]
         logits = self._logits_buffer(size * num_steps)
 
         def work() -> DraftBlock:
@@ -219,11 +226,12 @@ class Forward:
     def _keep[Output](self, key: Hashable, inputs: Tensor, work: Callable[[], Output]) -> _Graph[Output]:
         if self._capture is None:
             raise ValueError("nothing is captured on this device")
-        outputs: list[Output] = []
-        replay = self._capture.record(lambda: outputs.append(work()))
-        graph = _Graph(inputs, outputs[0], replay)
-        self._graphs[key] = graph
+        output, replay = self._capture.record(work)
+        graph = self._graphs[key] = _Graph(inputs, output, replay)
         return graph
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.state.history.device)
 
     def _logits_buffer(self, rows: int) -> Tensor:
         """[rows, V] that all graphs share: it is read before the next one runs."""

@@ -31,6 +31,8 @@ from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.backbone import Backbone, GivenEmbeddings
 from deepinfer_core.model.draft import Drafter
 from deepinfer_core.model.params import ModelParams
+from deepinfer_core.parallel.experts import ExpertExchange
+from deepinfer_core.parallel.owned import EngramSource
 from deepinfer_core.runtime.forward import CudaCapture, Forward, ForwardRows
 from deepinfer_core.runtime.pending import PendingResult, Proposals, SampledRows
 from deepinfer_core.sampling import PromptLogprobs, SampledBatch, Sampler, SampleRows, prompt_logprobs, to_device
@@ -118,7 +120,7 @@ class Runner:
             self.drafter,
             self.state,
             mask_decoder=config.mask_decoder,
-            capture=CudaCapture() if config.graphs and self.device.type == "cuda" else None,
+            capture=CudaCapture() if config.graphs and exchange is None and _can_be_captured(params) else None,
             most_rows=min(config.max_step_rows, config.num_slots * (1 + config.num_drafts)),
         )
         self.stats = RunnerStats(rows_per_layer=[0] * model_config.num_hidden_layers)
@@ -350,3 +352,9 @@ class Runner:
             wanted = to_device(sample_rows, self.device)
             found[segment] = prompt_logprobs(logits[wanted], target, admission.params.prompt_logprobs or 0)
         return found
+
+
+def _can_be_captured(params: ModelParams) -> bool:
+    """Whether all that a step needs is where a graph can reach it; CUDA is what has graphs here."""
+    tables = [layer.engram.table for layer in params.layers if layer.engram is not None]
+    return params.embed.device.type == "cuda" and all(table.codes.device.type == "cuda" for table in tables)

@@ -24,6 +24,7 @@ class FakeProvider:
     name: str
     refuses: str | None = None
     cache_form: Literal["plain", "packed"] = "plain"
+    row_invariant_ops: frozenset[str] = frozenset()
 
     def probe(self) -> Capability | Unavailable:
         return Capability("cpu", "fake", "runs anywhere")

@@ -165,6 +165,7 @@ class KernelProvider(Protocol):
 
     name: str
     cache_form: Literal["plain", "packed"]
+    row_invariant_ops: frozenset[str]  # of its operations: those that keep `OpContract.row_invariant`
 
     def probe(self) -> Capability | Unavailable:
         """Cheap and without side effects: imports neither tilelang nor torch_npu, makes no CUDA context."""

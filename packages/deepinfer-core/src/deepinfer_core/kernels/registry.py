@@ -60,6 +60,7 @@ class OpSource:
     op: str
     provider: str
     reason: str
+    row_invariant: bool  # a row's bits do not depend on the other rows
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,11 @@ def build_kernels(
             why_not = provider.unsupported(op, config, dtype)
         if provider is not None and why_not is None:
             table[op] = loaded[op]
-            sources.append(OpSource(op, provider.name, "offered by the provider"))
+            sources.append(OpSource(op, provider.name, "offered by the provider", op in provider.row_invariant_ops))
         else:
             table[op] = getattr(REFERENCE, op)
-            sources.append(OpSource(op, "reference", why_not or ""))
+            # On an accelerator torch picks products and reductions by the number of rows; what is exact has one result.
+            sources.append(OpSource(op, "reference", why_not or "", choice.device == "cpu" or OPS[op].exact))
     # The reference is exact for any number of rows but pads to its tiles in every call; native code needs no tiles.
     only_native = all(source.provider == NativeProvider.name for source in sources)
     return Kernels(**table, row_multiple=1 if only_native else REFERENCE.row_multiple), sources

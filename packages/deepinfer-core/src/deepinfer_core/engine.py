@@ -27,7 +27,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import DeepInferError, EngineError, RequestError
 from deepinfer_core.outputs import Chunk, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
-from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.runtime.start import start_engine
 from deepinfer_core.scheduling.scheduler import check_order
 from deepinfer_core.text import Tokenizer
 
@@ -97,7 +97,7 @@ class Engine:
         if tokenizer is not None:
             settings["tokenizer"] = str(tokenizer)
         self.config: EngineConfig = resolve_settings(settings).config
-        self._engine = assemble_engine(self.config)
+        self._engine = start_engine(self.config)
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
@@ -161,7 +161,7 @@ class Engine:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)  # it answers what comes later, too: see _tell
         self._factory.close()
-        self._engine.runner.close()
+        self._engine.close()
 
     async def __aenter__(self) -> Engine:
         return self

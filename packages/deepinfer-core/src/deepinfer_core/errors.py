@@ -17,6 +17,7 @@ __all__ = [
     "KernelError",
     "ModelNotFoundError",
     "ParallelError",
+    "PeerError",
     "QueueFullError",
     "ReplayError",
     "RequestError",
@@ -77,3 +78,7 @@ class ParallelError(DeepInferError):
     def __init__(self, message: str, late_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.late_ranks = late_ranks
+
+
+class PeerError(EngineError):
+    """A step failed on another rank, so it counts on no rank; requests of this one are computed again."""

@@ -35,7 +35,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
-from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.runtime.start import start_engine
 from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.text import Tokenizer
 
@@ -67,7 +67,7 @@ class LLM:
         self.config: EngineConfig = resolved.config
         if not self.config.quiet:
             _print_settings(resolved)
-        self._engine = assemble_engine(self.config)
+        self._engine = start_engine(self.config)
         if not self.config.quiet:
             Console(stderr=True).print(self._engine.summary(), markup=False, highlight=False, soft_wrap=True)
         self._factory = RequestFactory(self._engine, self.config.seed)
@@ -171,7 +171,7 @@ class LLM:
         with self._lock:
             self._closed = True
             self._factory.close()
-            self._engine.runner.close()
+            self._engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -19,11 +19,10 @@ from deepinfer_core.config.checks import check_integers, shown
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import RequestError
 from deepinfer_core.outputs import Answer, Chunk, ChunkText, RequestOutput, logprob_table
-from deepinfer_core.runtime.assembly import AssembledEngine
+from deepinfer_core.runtime.running import RequestQueue, RunningEngine
 from deepinfer_core.sampling import fork_seed, request_seed
 from deepinfer_core.scheduling.plan import TokenLogprobs
 from deepinfer_core.scheduling.request import Finished, StepOutputs, TokenWatcher
-from deepinfer_core.scheduling.scheduler import Scheduler
 from deepinfer_core.structured import CompiledGrammar, GrammarCompiler, GrammarConstraint, WatcherChain
 from deepinfer_core.text import Tokenizer
 
@@ -146,7 +145,7 @@ class PreparedRequest:
 class RequestFactory:
     """Checks prompts and parameters against one engine; raises before any work."""
 
-    def __init__(self, engine: AssembledEngine, seed: int | None) -> None:
+    def __init__(self, engine: RunningEngine, seed: int | None) -> None:
         self._engine, self._seed = engine, seed
         self._grammars = GrammarCompiler(engine.tokenizer)
         self._arrivals = count()  # threads may share a factory: taking the next number is atomic
@@ -209,7 +208,7 @@ class RequestFactory:
 class AnswerBook:
     """Which scheduler number belongs to which answer. Used by one thread, the one that steps the engine."""
 
-    def __init__(self, scheduler: Scheduler, fingerprint: str) -> None:
+    def __init__(self, scheduler: RequestQueue, fingerprint: str) -> None:
         self._scheduler, self._fingerprint = scheduler, fingerprint
         self._has_warned = False  # of a drafter that does not fit
         self._open: dict[int, tuple[PreparedRequest, Answer]] = {}
@@ -263,7 +262,7 @@ class AnswerBook:
                 request.finish(answer, end)
                 if request.output.finished:
                     complete.append(request)
-        if complete and not self._has_warned and self._scheduler.speculation.meter.has_collapsed:
+        if complete and not self._has_warned and self._scheduler.drafter_has_collapsed:
             self._has_warned = True
             _log.warning("%s", _COLLAPSED)
         return complete

@@ -144,7 +144,7 @@ class Backbone:
         return streams, pre
 
     def _engram_rows(self, batch: Batch, trace: LayerTrace | None) -> dict[int, Tensor]:
-        """Table rows of every Engram layer; they follow from the tokens, so they can be fetched before the first layer."""
+        """Table rows of every Engram layer. They follow from the tokens: they can be fetched before the first layer."""
         wanted: dict[int, Tensor] = {}
         for index, layer in enumerate(self.params.layers):
             if layer.engram is None:

@@ -80,7 +80,7 @@ def replay_bytes(output: RequestOutput) -> bytes:
         "fingerprint": output.provenance.fingerprint,
         "settings": dict(output.provenance.settings),
         "prompt_token_ids": output.prompt_token_ids,
-        "params": _params_to_json(output.sampling_params),
+        "params": params_to_json(output.sampling_params),
         "seed": output.seed,
         "answers": [
             {"seed": one.seed, "token_ids": one.token_ids, "finish_reason": one.finish_reason} for one in output.outputs
@@ -137,7 +137,7 @@ def _record(raw: dict[str, Any]) -> ReplayRecord:
     return ReplayRecord(
         Provenance(str(raw["engine_version"]), str(raw["fingerprint"]), cast("dict[str, Any]", settings)),
         list(check_integers("prompt_token_ids", raw["prompt_token_ids"], 0, _MAX_TOKEN_ID, _MAX_TOKENS, ReplayError)),
-        _params_from_json(raw["params"]),
+        params_from_json(raw["params"]),
         check_integer("seed", raw["seed"], 0, 2**64 - 1, ReplayError),
         [
             list(check_integers("token_ids", one["token_ids"], 0, _MAX_TOKEN_ID, _MAX_TOKENS, ReplayError))
@@ -146,7 +146,7 @@ def _record(raw: dict[str, Any]) -> ReplayRecord:
     )
 
 
-def _params_to_json(params: SamplingParams) -> dict[str, Any]:
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """Fields that differ from their defaults; `stop` and ids as lists."""
     changed: dict[str, Any] = {}
     for spec in fields(SamplingParams):
@@ -159,7 +159,7 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     return changed
 
 
-def _params_from_json(raw: Any) -> SamplingParams:
+def params_from_json(raw: Any) -> SamplingParams:
     values = dict(raw)
     if "structured" in values:
         values["structured"] = StructuredOutput(**values["structured"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
 from deepinfer_core.outputs import Provenance
+from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
 from deepinfer_core.runtime.pending import PendingResult
+from deepinfer_core.runtime.rank_part import RankPart
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.runtime.step_costs import measure_costs
 from deepinfer_core.scheduling.cost import CostModel
@@ -61,6 +64,11 @@ class AssembledEngine:
     scheduler: Scheduler
     loop: EngineLoop[Future[PendingResult]]
     provenance: Provenance
+    loaded_bytes: Mapping[str, int]  # read from the checkpoint, by part
+
+    def close(self) -> None:
+        """Finish what is queued and end the worker thread."""
+        self.runner.close()
 
     def summary(self) -> str:
         """What the settings that were left open have become."""
@@ -83,10 +91,13 @@ class AssembledEngine:
         }
 
 
-def assemble_engine(config: EngineConfig) -> AssembledEngine:
-    """Load and connect. Raises an error of `errors` for whatever is missing, damaged or too large."""
-    if (size := config.parallel.topology().world_size) > 1:
-        raise ParallelError(f"the settings ask for {size} ranks; this object runs in one process")
+def assemble_engine(config: EngineConfig, world: World | None = None) -> AssembledEngine:
+    """Load and connect; of a `world`, the part of its rank, while all its ranks do the same.
+
+    Raises an error of `errors` for whatever is missing, damaged or too large.
+    """
+    if (size := config.parallel.topology().world_size) != (1 if world is None else world.size):
+        raise ParallelError(f"the settings ask for {size} ranks; this process is one of {world.size if world else 1}")
     choice = choose_provider(config.accelerator)
     form: Form = "plain" if choice.provider is None else choice.provider.cache_form
     find_model = partial(
@@ -105,6 +116,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
     )
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, choice)
+    part = RankPart.of(world, model_config, config.experts.num_extra_experts)
     _check_weights_fit(config, model_config, choice.device, form, folder)
     folder = find_model()
     weights = load_model_weights(
@@ -112,14 +124,17 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         model_config,
         dtype=dtype,
         device=choice.device,
+        experts=part.experts,
+        engram_rows=part.engram_rows,
         engram_storage=config.engram_storage,
         draft=speculation.num_drafts > 0,
         progress=not config.quiet,
     )
     max_model_len = _max_model_len(config, model_config)
-    num_blocks = _num_blocks(config, model_config, choice, max_model_len, form)
+    # The longest request, and so where it ends, must not depend on the rank.
+    num_blocks = part.smallest(_num_blocks(config, model_config, choice, max_model_len, form))
     rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
-    runner = Runner(
+    runner = part.runner(
         model_config,
         build_params(weights, model_config),
         kernels,
@@ -138,7 +153,7 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         cache_form=form,
     )
     scheduled = speculation.num_drafts > 0 and speculation.draft_schedule == "scheduled"
-    cost = _measured_costs(config, runner) if scheduled else None
+    cost = _measured_costs(config, runner, part) if scheduled else None
     salt = bytes.fromhex(config.cache.prefix_salt) if config.cache.prefix_salt else None
     scheduler = Scheduler(
         config.scheduler,
@@ -166,13 +181,23 @@ def assemble_engine(config: EngineConfig) -> AssembledEngine:
         },
     )
     return AssembledEngine(
-        folder, model_config, weights.fingerprint, tokenizer, choice, op_sources, runner, scheduler, loop, provenance
+        folder,
+        model_config,
+        weights.fingerprint,
+        tokenizer,
+        choice,
+        op_sources,
+        runner,
+        scheduler,
+        loop,
+        provenance,
+        weights.bytes_read,
     )
 
 
-def _measured_costs(config: EngineConfig, runner: Runner) -> CostModel:
+def _measured_costs(config: EngineConfig, runner: Runner, part: RankPart) -> CostModel:
     most = config.scheduler.max_num_batched_tokens
-    return measure_costs(runner, max_rows=most, max_requests=config.scheduler.max_num_seqs)
+    return measure_costs(runner, max_rows=most, max_requests=config.scheduler.max_num_seqs, agree=part.largest)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: ModelConfig) -> None:
@@ -195,7 +220,15 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
 
 def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: str, form: Form, folder: Path) -> None:
     """Before a long load: can this machine hold the weights at all? The cache is fitted into what they leave."""
-    workload = Workload(context_tokens=1, step_rows=1, engram_storage=config.engram_storage, form=form)
+    num_ranks = config.parallel.expert_parallel_size  # Engram may be shared otherwise, but takes no device by default
+    workload = Workload(
+        context_tokens=1,
+        step_rows=1,
+        num_devices=num_ranks,
+        num_sequences=num_ranks,
+        engram_storage=config.engram_storage,
+        form=form,
+    )
     weights_bytes = dict(plan_memory(model, workload).ranks[0].weights)
     if config.speculation.num_drafts == 0:
         weights_bytes.pop("draft", None)

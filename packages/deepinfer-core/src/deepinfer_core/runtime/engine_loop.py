@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from deepinfer_core.config.scheduler import IN_FLIGHT_STEPS
+from deepinfer_core.errors import PeerError
 from deepinfer_core.scheduling.plan import StepPlan, StepResult
 from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.scheduling.scheduler import Scheduler
@@ -61,6 +62,11 @@ class EngineLoop[Ticket]:
         """Whether requests or launched steps are left; a request that waits for blocks from outside counts."""
         return self.scheduler.num_unfinished > 0 or bool(self._launched)
 
+    @property
+    def num_launched(self) -> int:
+        """Steps that are launched and not committed."""
+        return len(self._launched)
+
     def step(self) -> StepOutputs:
         """Launch what can be launched, then commit the oldest step. Outputs are empty when there was nothing to do."""
         self._is_recovering = self._is_recovering and bool(self._launched)
@@ -80,7 +86,7 @@ class EngineLoop[Ticket]:
                 raise result
             outputs = self.scheduler.commit(plan, result)
         except Exception as error:
-            self.scheduler.abandon(plan, str(error))
+            self.scheduler.abandon(plan, str(error), is_own=not isinstance(error, PeerError))
             self._is_recovering = True
             return self.scheduler.take_finished()
         self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))

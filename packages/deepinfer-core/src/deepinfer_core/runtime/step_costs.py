@@ -27,29 +27,35 @@ _BUDGET_S = 0.25  # for each table; two sizes are measured in any case
 _CONTEXT_TOKENS = 1024
 
 
-def measure_costs(runner: Runner, *, max_rows: int, max_requests: int) -> CostModel:
-    """Measure on an idle runner. `max_rows`: rows of the largest step; `max_requests`: slots."""
+def measure_costs(
+    runner: Runner, *, max_rows: int, max_requests: int, agree: Callable[[float], float] = lambda seconds: seconds
+) -> CostModel:
+    """Measure on an idle runner. `max_rows`: rows of the largest step; `max_requests`: slots. `agree`: of ranks that
+    run each pass together, the time of the slowest; so all of them run the same passes and know the same costs.
+    """
     _forward(runner, 1, max_requests)  # first use allocates
-    verify = _table(lambda rows: _forward(runner, rows, max_requests), max_rows)
-    draft = _table(lambda requests: _propose(runner, requests), max_requests)
+    verify = _table(lambda rows: agree(_seconds(lambda: _forward(runner, rows, max_requests))), max_rows)
+    draft = _table(lambda requests: agree(_seconds(lambda: _propose(runner, requests))), max_requests)
     return CostModel(verify, draft, max_rows=max_rows, max_requests=max_requests)
 
 
-def _table(run: Callable[[int], None], largest: int) -> CostTable:
+def _table(seconds_of: Callable[[int], float], largest: int) -> CostTable:
     sizes: list[int] = []
     seconds: list[float] = []
-    deadline = perf_counter() + _BUDGET_S
+    spent_s = 0.0
     for size in _SIZES:
-        if size > largest or (len(sizes) > 1 and perf_counter() > deadline):
+        if size > largest or (len(sizes) > 1 and spent_s > _BUDGET_S):
             break
+        runs = [seconds_of(size) for _ in range(2)]
+        spent_s += sum(runs)
         sizes.append(size)
-        seconds.append(min(_seconds(run, size) for _ in range(2)))
+        seconds.append(min(runs))
     return CostTable(tuple(sizes), tuple(seconds))
 
 
-def _seconds(run: Callable[[int], None], size: int) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     start = perf_counter()
-    run(size)
+    run()
     return perf_counter() - start
 
 

@@ -161,6 +161,12 @@ class Lifecycle:
         if not self.quarantine.strike(request):
             self.queue.push(request)
 
+    def lose_step(self, slot: int) -> None:
+        """A step with this request failed, and not because of it: compute it again."""
+        request = self._leave(slot)
+        if not self.quarantine.postpone(request):
+            self.queue.push(request)
+
     def finish(
         self, slot: int, reason: FinishReason, *, stop_reason: int | str | None = None, error: str | None = None
     ) -> None:

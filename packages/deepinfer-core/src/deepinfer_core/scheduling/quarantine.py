@@ -34,9 +34,20 @@ class Quarantine:
             self.alone = None
         if request.strikes < _STRIKES:
             return False
+        self._suspect(request)
+        return True
+
+    def _suspect(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         self._suspects.append(request)
         self._suspects.sort(key=lambda suspect: suspect.urgency)
+
+    def postpone(self, request: Request) -> bool:
+        """A step with `request` was lost through no fault of any request here. True: it ran alone, and will again."""
+        if request is not self.alone:
+            return False
+        self.alone = None
+        self._suspect(request)
         return True
 
     def convicts(self, request: Request) -> bool:

@@ -196,8 +196,9 @@ class Scheduler:
         check_result(result, self._table)
         return self._committer.commit(self._land(plan), result)
 
-    def abandon(self, plan: StepPlan, error: str) -> None:
-        """The oldest plan failed on the device: compute its requests again; one that fails alone ends with `error`.
+    def abandon(self, plan: StepPlan, error: str, *, is_own: bool = True) -> None:
+        """The oldest plan failed on the device: compute its requests again; one that fails alone ends with `error`,
+        unless it failed on another rank (not `is_own`).
 
         A plan that was launched after it rests on its results and must be abandoned or committed too; what it
         computed for the same requests is dropped.
@@ -206,11 +207,20 @@ class Scheduler:
         self._life.stats.failed_steps += 1
         for slot, generation in zip(plan.segment_slot.tolist(), plan.segment_generation.tolist(), strict=True):
             if self._table.generation[slot] == generation:
-                self._life.strike(slot, f"step {plan.step} failed: {error}")
+                if is_own:
+                    self._life.strike(slot, f"step {plan.step} failed: {error}")
+                else:
+                    self._life.lose_step(slot)
 
     def observe_seconds(self, plan: StepPlan, seconds: float) -> None:
-        """How long the device took for `plan`: corrects the cost model, if there is one."""
-        if self._speculation.cost is not None and seconds > 0:
+        """How long the device took for `plan`: corrects the cost model, if there is one.
+
+        Steps with many prompt rows say nothing of it: not all layers compute those.
+        """
+        if self._speculation.cost is None or seconds <= 0:
+            return
+        num_prompt_rows = int(np.count_nonzero(plan.row_kind <= RowKind.REPLAY))
+        if num_prompt_rows * _DECODE_SHARE <= plan.num_rows:
             num_drafting = int(np.count_nonzero(plan.segment_num_drafts))
             self._speculation.cost.observe(plan.num_rows, num_drafting, seconds)
 
@@ -266,6 +276,11 @@ class Scheduler:
     def speculation(self) -> SpeculationPlanner:
         """Acceptance by position, the current policy and the cost model."""
         return self._speculation
+
+    @property
+    def drafter_has_collapsed(self) -> bool:
+        """Whether hardly any draft is accepted."""
+        return self._speculation.meter.has_collapsed
 
     def check_idle(self) -> None:
         """Raise EngineError if a block, a slot or a plan is left although no request is."""

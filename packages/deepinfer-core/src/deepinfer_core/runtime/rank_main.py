@@ -1,0 +1,100 @@
+"""One rank as a process: `python -m deepinfer_core.runtime.rank_main --channel FD`, started by `parallel.workers`.
+
+    settings from the front end ─► meet the other ranks ─► load this rank's part ─► serve
+
+Also run as a thread beside the front end where a launcher made the processes (`runtime.ranks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from deepinfer_core.config.engine import EngineConfig, all_settings
+from deepinfer_core.errors import ParallelError
+from deepinfer_core.kernels.registry import choose_provider
+from deepinfer_core.parallel.channel import Channel, Inbox
+from deepinfer_core.parallel.launch import Rendezvous
+from deepinfer_core.parallel.world import World
+from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.runtime.rank_engine import RankEngine
+from deepinfer_core.runtime.rank_messages import Failed, Start, decode_command, encode
+
+__all__ = ["flat_settings", "main", "serve_rank"]
+
+_START_S = 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process; its exit status."""
+    parser = argparse.ArgumentParser(prog="deepinfer rank")
+    parser.add_argument("--channel", type=int, required=True, help="file descriptor of the connection to the front end")
+    args = parser.parse_args(arguments)
+    meeting = Rendezvous.from_environment()
+    if meeting is None:
+        parser.error("no launcher has set RANK and WORLD_SIZE")
+    return serve_rank(meeting, Inbox(Channel.from_descriptor(args.channel, "the front end")))
+
+
+def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
+    """Take the settings from the front end, join the others, load, serve. What goes wrong is told to the front end."""
+    try:
+        config = _settings(inbox, meeting.rank)
+        device = _device(config, meeting)
+        parallel = config.parallel
+        store = meeting.connect(parallel.start_deadline_s)
+        topology = parallel.topology(meeting.local_world_size)
+        with World(store, meeting.rank, topology, device, parallel.collective_deadline_s) as world:
+            engine = assemble_engine(config, world)
+            try:
+                RankEngine(engine, inbox).serve()
+            finally:
+                engine.close()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        blamed = list(error.late_ranks) if isinstance(error, ParallelError) else []
+        with suppress(ParallelError):  # the front end may be what failed
+            inbox.channel.send(encode(Failed(f"{type(error).__name__}: {error}", blamed)))
+        return 1
+    finally:
+        inbox.close()
+    return 0
+
+
+def flat_settings(config: EngineConfig) -> dict[str, Any]:
+    """Every setting by its flat name, as `Start` carries them."""
+    owners = {"": config, **{name: getattr(config, name) for name in ("scheduler", "cache", "speculation")}}
+    owners |= {name: getattr(config, name) for name in ("parallel", "experts")}
+    return {name: getattr(owners[setting.part], name) for name, setting in all_settings().items()}
+
+
+def _settings(inbox: Inbox, rank: int) -> EngineConfig:
+    messages = inbox.take(_START_S)
+    if len(messages) != 1:
+        raise ParallelError(f"the front end sent {len(messages)} messages where its settings were due")
+    start = decode_command(messages[0])
+    if not isinstance(start, Start):
+        raise ParallelError(f"the front end sent {type(start).__name__} where its settings were due")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in start.settings.items()}
+    config = EngineConfig.from_settings(**values)
+    return dataclasses.replace(config, quiet=config.quiet or rank > 0)
+
+
+def _device(config: EngineConfig, meeting: Rendezvous) -> torch.device:
+    kind = choose_provider(config.accelerator).device
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, meeting.local_rank)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main())

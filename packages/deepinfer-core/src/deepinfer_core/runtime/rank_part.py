@@ -1,0 +1,93 @@
+"""`RankPart`: which part of the model one rank holds, and what it exchanges for the rest.
+
+    experts   slots of the rank's member in its expert group      all_to_all a layer
+    Engram    a contiguous share of every table                   all_to_all a step
+    the rest  whole on every rank
+
+One process without a world holds everything and exchanges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer_core.checkpoint.sharding import engram_shares
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.model.params import ModelParams
+from deepinfer_core.parallel.experts import SharedExperts
+from deepinfer_core.parallel.lockstep import Lockstep
+from deepinfer_core.parallel.owned import SharedEngram
+from deepinfer_core.parallel.placement_tables import first_placements, held_experts, placement_tables
+from deepinfer_core.parallel.world import World
+from deepinfer_core.runtime.rank_runner import RankRunner
+from deepinfer_core.runtime.runner import Runner, RunnerConfig
+from deepinfer_core.scheduling.expert_placement import Placement
+
+__all__ = ["RankPart"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPart:
+    """Of one rank. `experts`, `engram_rows`: arguments of `load_model_weights`, None = everything."""
+
+    world: World | None
+    placements: tuple[Placement, Placement] | None  # of layers and draft stages; None: not shared
+    experts: Mapping[int, list[int]] | None
+    engram_rows: Mapping[int, range] | None
+
+    @classmethod
+    def of(cls, world: World | None, model: ModelConfig, num_extra_experts: int) -> RankPart:
+        """The part that a rank starts with. Raises ConfigError where there are too many ranks for the experts."""
+        if world is None or world.size == 1:
+            return cls(None, None, None, None)
+        expert, engram = world.along("expert"), world.along("engram")
+        placements = first_placements(model, expert.size, num_extra_experts) if expert.size > 1 else None
+        return cls(
+            world,
+            placements,
+            None if placements is None else held_experts(placements, expert.rank),
+            None if engram.size == 1 else engram_shares(model, engram.rank, engram.size),
+        )
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether steps of this rank need the other ranks."""
+        return self.placements is not None or self.engram_rows is not None
+
+    def smallest(self, value: int) -> int:
+        """The smallest `value` of any rank; all ranks call it."""
+        return -int(self.largest(-value))
+
+    def largest(self, value: float) -> float:
+        """The largest `value` of any rank; all ranks call it."""
+        if self.world is None:
+            return value
+        return float(self.world.control.all_reduce_max(torch.tensor([value], dtype=torch.float64), "agreement")[0])
+
+    def runner(
+        self, model: ModelConfig, params: ModelParams, kernels: Kernels, config: RunnerConfig, **named: Any
+    ) -> Runner:
+        """The runner of this rank's steps."""
+        world = self.world
+        if world is None or not self.steps_together:
+            return Runner(model, params, kernels, config, **named)
+        expert, engram = world.along("expert"), world.along("engram")
+        exchange = None
+        if self.placements is not None:
+            exchange = SharedExperts(expert, placement_tables(self.placements, expert.device), config.num_slots)
+        return RankRunner(
+            model,
+            params,
+            kernels,
+            config,
+            lockstep=Lockstep(world.control, world.begin_step),
+            exchange=exchange,
+            engram=None if self.engram_rows is None else SharedEngram(engram, params.engram_tables()),
+            pads=params.embed.device.type != "cpu",  # a CPU has no graphs, and computes what it is padded with
+            **named,
+        )

@@ -98,8 +98,13 @@ def find_culprits(
         sign = signs[rank]
         return sign.state != "running" or rank in silent_s or sign.entered.get(group, 0) < number
 
-    for rank in suspects(group, number):
+    first = suspects(group, number)
+    for rank in first:
         judge(rank, group)
+    if not found:
+        for rank in (rank for rank in first if rank != asking):
+            text = f"{signs[rank].name} waits in group {signs[rank].inside}: ranks make their calls in different orders"
+            found[rank] = Culprit(rank, False, text)
     return tuple(found[rank] for rank in sorted(found))
 
 

@@ -196,7 +196,7 @@ class Watch:
                 process_id=self._process_id,
                 beat=self._beat,
                 step=self._step,
-                state="ended" if self._ended else "failed" if failure is not None else "running",
+                state="failed" if failure is not None else "ended" if self._ended else "running",
                 entered=dict(self._entered),
                 inside=self._inside,
                 label=self._label,

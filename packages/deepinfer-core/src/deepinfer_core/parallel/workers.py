@@ -77,6 +77,7 @@ class Workers:
         self.store = serve_store()
         self._show_output = show_output
         self.workers: list[Worker] = []
+        self._ended: list[Worker] = []  # seen, not yet reported by `receive`
         self._finalizer = weakref.finalize(self, _stop, self.workers, 0.0)
         self._selector = selectors.DefaultSelector()
         for rank in range(num_ranks):
@@ -112,23 +113,23 @@ class Workers:
     def receive(self, timeout_s: float) -> list[tuple[int, bytes]]:
         """(rank, message) of whoever has sent something, waiting up to `timeout_s` for the first.
 
-        Raises ParallelError when a rank has ended; what it sent before is returned first.
+        Raises ParallelError, once, when a rank has ended; what it sent before is returned first.
         """
         found: list[tuple[int, bytes]] = []
         deadline_s = time.monotonic() + timeout_s
         while not found:
+            if self._ended:
+                ended, self._ended = self._ended, []
+                raise ParallelError(self._describe_end(ended), tuple(worker.rank for worker in ended))
             if not self._selector.get_map():
                 raise ParallelError("every rank has ended")
-            ready = self._selector.select(max(0.0, deadline_s - time.monotonic()))
-            closed: list[Worker] = []
-            for key, _ in ready:
+            for key, _ in self._selector.select(max(0.0, deadline_s - time.monotonic())):
                 worker: Worker = key.data
                 found += [(worker.rank, message) for message in worker.channel.read()]
                 if worker.channel.is_closed:
-                    closed.append(worker)
-            if closed and not found:
-                raise ParallelError(self._describe_end(closed), tuple(worker.rank for worker in closed))
-            if time.monotonic() >= deadline_s:
+                    self._selector.unregister(worker.channel)
+                    self._ended.append(worker)
+            if not self._ended and time.monotonic() >= deadline_s:
                 break
         return found
 

@@ -34,11 +34,21 @@ _OUTPUT_SCALE = 0.2
 _EXPERT_OUTPUT_SCALE = 0.1
 
 
-def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    """Weights on the CPU, a function of the arguments. Token classes are `id mod engram_compressed_vocab_size`."""
-    draw = _Draw(config, torch.Generator().manual_seed(seed), dtype)
+def random_weights(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    with_experts: bool = True,
+) -> ModelWeights:
+    """Weights, a function of the arguments; another kind of device draws other numbers. Token classes are
+    `id mod engram_compressed_vocab_size`. Without experts the routed ones have [0, ..] weights.
+    """
+    device = torch.device(device)
+    draw = _Draw(config, torch.Generator(device).manual_seed(seed), dtype, device, with_experts)
     hashes = engram_hashes(config)
-    classes = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    classes = torch.arange(config.vocab_size, device=device) % config.engram_compressed_vocab_size
     return ModelWeights(
         embed=draw.normal(config.vocab_size, config.hidden_size, scale=1.0),
         head=draw.matrix(config.vocab_size, config.hidden_size),
@@ -53,13 +63,20 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
 class _Draw:
     """Draws the blocks in a fixed order from one generator."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, dtype: torch.dtype) -> None:
-        self.config = config
-        self.generator = generator
-        self.dtype = dtype
+    def __init__(
+        self,
+        config: ModelConfig,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_experts: bool,
+    ) -> None:
+        self.config, self.generator = config, generator
+        self.dtype, self.device, self.with_experts = dtype, device, with_experts
 
     def normal(self, *shape: int, scale: float, dtype: torch.dtype | None = None) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * scale).to(dtype or self.dtype)
+        drawn = torch.randn(shape, generator=self.generator, device=self.device)
+        return drawn.mul_(scale).to(dtype or self.dtype)
 
     def matrix(self, *shape: int, scale: float = 1.0) -> Tensor:
         """[..., out, in] with variance scale^2 / in."""
@@ -129,14 +146,15 @@ class _Draw:
 
     def moe(self, num_experts: int) -> MoeWeights:
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
+        held = num_experts if self.with_experts else 0
         return MoeWeights(
             gate=self.matrix(num_experts, hidden),
             bias=self.normal(num_experts, scale=0.1, dtype=torch.float32),
             bias_vl=self.normal(num_experts, scale=0.1, dtype=torch.float32),
-            w1=self.matrix(num_experts, width, hidden),
-            w3=self.matrix(num_experts, width, hidden),
-            w2=self.matrix(num_experts, hidden, width, scale=_EXPERT_OUTPUT_SCALE),
-            expert_ids=tuple(range(num_experts)),
+            w1=self.matrix(held, width, hidden),
+            w3=self.matrix(held, width, hidden),
+            w2=self.matrix(held, hidden, width, scale=_EXPERT_OUTPUT_SCALE),
+            expert_ids=tuple(range(held)),
             shared_w1=self.matrix(width, hidden),
             shared_w3=self.matrix(width, hidden),
             shared_w2=self.matrix(hidden, width),
@@ -146,17 +164,15 @@ class _Draw:
         c = self.config
         num_rows = c.engram_num_embeddings[c.engram_layer_ids.index(layer)]
         codes, scales = quantize_rows(self.normal(num_rows, c.engram_head_dim, scale=1.0, dtype=torch.float32))
-        table = EngramTable(
-            codes.view(torch.uint8), scales.view(torch.uint8), num_rows, 0, self.dtype, torch.device("cpu")
-        )
+        table = EngramTable(codes.view(torch.uint8), scales.view(torch.uint8), num_rows, 0, self.dtype, self.device)
         return EngramWeights(
             wkv=self.matrix((c.hc_mult + 1) * c.hidden_size, c.engram_columns * c.engram_head_dim),
             q_weight=self.gain(c.hc_mult, c.hidden_size),
             k_weight=self.gain(c.hc_mult, c.hidden_size),
             table=table,
-            multipliers=torch.tensor(constants.multipliers),
-            primes=torch.tensor(constants.primes),
-            offsets=torch.tensor(constants.offsets),
+            multipliers=torch.tensor(constants.multipliers, device=self.device),
+            primes=torch.tensor(constants.primes, device=self.device),
+            offsets=torch.tensor(constants.offsets, device=self.device),
         )
 
     def draft(self) -> DraftWeights:

@@ -7,6 +7,10 @@ Prompts are random token ids of a fixed seed, answers are greedy and ignore the 
 repeats. With --workload it serves a file of arrivals, or a made-up one, at several loads (cli/bench_workload.py):
 
     deepinfer bench --workload chat --loads 1,2,4 --output chat.json --plot chat.png
+
+With --slice it times one rank of a cluster with random weights (cli/bench_slice.py):
+
+    deepinfer bench --slice ep=64 --requests 256 --context 131072
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deepinfer_core.cli.bench_slice import add_slice_flags, run_slice
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
 from deepinfer_core.cli.workload import MADE_UP, made_up, read_workload, write_workload
@@ -68,12 +73,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output-tokens", type=int, default=32, help="tokens of each answer (32)")
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_slice_flags(parser)
     served = parser.add_argument_group("serving a workload (cli/workload.py has the format)")
     served.add_argument(
         "--workload", help="a JSONL file, or a made-up one: chat, agent (a file of that name is ./chat)"
     )
     served.add_argument("--loads", default="1", help="how many times as fast as written, comma separated (1)")
-    served.add_argument("--requests", type=int, default=100, help="of a made-up workload (100)")
+    served.add_argument("--requests", help="of a made-up workload (100), or of a slice (256)")
     served.add_argument("--rate", type=float, default=4.0, help="requests a second of a made-up workload (4)")
     served.add_argument("--save-workload", type=Path, help="write the workload as JSONL")
     served.add_argument("--output", type=Path, help="write the results as JSON")
@@ -84,6 +90,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.slice is not None:
+        return run_slice(args)
     if args.workload is not None:
         return _serve(args)
     batches = [check_integer("--batch", _number(text), 1, 65_536, ConfigError) for text in args.batch.split(",")]
@@ -118,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
     loads = [_load(text) for text in args.loads.split(",")]
     settings: dict[str, Any] = {"quiet": True} | settings_from(args)
     if args.workload in MADE_UP:
-        requests = check_integer("--requests", args.requests, 1, 1_000_000, ConfigError)
+        requests = check_integer("--requests", _number(args.requests or "100"), 1, 1_000_000, ConfigError)
         rate = check_number("--rate", args.rate, 0.0, 1e6, ConfigError, above_low=True)
         workload = made_up(args.workload, requests, rate, settings.get("max_model_len") or _MADE_UP_TOKENS)
     else:

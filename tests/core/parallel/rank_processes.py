@@ -17,7 +17,7 @@ class RankProcesses:
     def __init__(self, num_ranks: int, deadline_s: float = 20.0, **sizes: int) -> None:
         self.deaths: list[str] = []
         sizes = {"data_parallel_size": num_ranks, "expert_parallel_size": num_ranks} | sizes
-        self.workers = Workers(
+        self.workers = Workers.local(
             "rank_program",
             num_ranks,
             ["--sizes", json.dumps(sizes), "--deadline-s", str(deadline_s)],

@@ -24,7 +24,7 @@ PATH = {"PYTHONPATH": str(Path(__file__).parent)}
 
 @pytest.fixture
 def echoes() -> Iterator[Workers]:
-    with Workers("echo_program", 2, variables=PATH, show_output=False) as workers:
+    with Workers.local("echo_program", 2, variables=PATH, show_output=False) as workers:
         yield workers
 
 
@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_with_its_signal(echoes: Workers) -> None:
 
 
 def test_stopping_leaves_no_process_behind_not_even_a_stopped_one(echoes: Workers) -> None:
-    process_ids = [worker.process.pid for worker in echoes.workers]
+    process_ids = [worker.process.pid for worker in echoes.workers if worker.process]
     os.kill(process_ids[1], signal.SIGSTOP)
     echoes.stop(0.5)
     assert all(has_ended(process_id) for process_id in process_ids)
@@ -88,7 +88,7 @@ def test_ranks_end_when_their_parent_is_killed(last_message: str) -> None:
     """Also one that is stuck."""
     program = f"""
         from deepinfer_core.parallel.workers import Workers
-        workers = Workers("echo_program", 1, variables={PATH!r}, show_output=False)
+        workers = Workers.local("echo_program", 1, variables={PATH!r}, show_output=False)
         workers.send(0, b"rank")
         workers.receive(30.0)
         workers.send(0, {last_message.encode()!r})
@@ -106,7 +106,7 @@ def test_ranks_end_when_their_parent_is_killed(last_message: str) -> None:
 
 
 def test_ctrl_c_reaches_the_parent_alone(echoes: Workers) -> None:
-    assert all(os.getpgid(worker.process.pid) != os.getpgid(0) for worker in echoes.workers)
+    assert all(os.getpgid(worker.process.pid) != os.getpgid(0) for worker in echoes.workers if worker.process)
 
 
 def test_the_store_of_local_ranks_listens_on_the_loopback_alone(echoes: Workers) -> None:

@@ -19,7 +19,7 @@ from deepinfer_core.config.checks import shown
 from deepinfer_core.config.env import read_launcher
 from deepinfer_core.errors import ParallelError
 
-__all__ = ["LOOPBACK", "Rendezvous", "serve_store"]
+__all__ = ["LOOPBACK", "Rendezvous", "own_address", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
 _MAX_RANKS = 65_536
@@ -106,6 +106,23 @@ def serve_store(host: str = LOOPBACK, timeout_s: float = 60.0) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # the store's from here on
     )
+
+
+def own_address(meeting: Rendezvous) -> str:
+    """Of the interface that leads to the store: the one that the other hosts can be expected to reach; the loopback
+    where all ranks are on one host. Raises ParallelError without a route.
+    """
+    if meeting.local_world_size == meeting.world_size:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((meeting.host, meeting.port))  # sends nothing, chooses a route
+            address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise ParallelError(f"no route from here to {shown(meeting.host)}: {error}") from error
+    if address.startswith("127."):  # the store is on this host: take the name that the others know it by
+        address = socket.gethostbyname(socket.gethostname())
+    return address
 
 
 def _number(found: Mapping[str, str], name: str, low: int, high: int, default: int | None = None) -> int:

@@ -23,9 +23,8 @@ import torch
 from torch._C._distributed_c10d import Store  # not exported to type checkers by the public name
 
 from deepinfer_core import __version__
-from deepinfer_core.config.checks import shown
 from deepinfer_core.errors import ParallelError
-from deepinfer_core.parallel.launch import LOOPBACK, Rendezvous
+from deepinfer_core.parallel.launch import Rendezvous, own_address
 
 __all__ = ["RankReport", "find_problems", "local_report", "meet"]
 
@@ -92,7 +91,7 @@ def meet(store: Store, report: RankReport, meeting: Rendezvous, deadline_s: floa
 
     Raises ParallelError that names every missing rank, difference, shortage and connection that failed.
     """
-    address = _own_address(meeting)
+    address = own_address(meeting)
     with _Listener(address) as listener:
         report = msgspec.structs.replace(report, address=address, port=listener.port)
         store.set(f"preflight/report/{report.rank}", msgspec.json.encode(report).decode())
@@ -225,21 +224,6 @@ class _Listener:
         while not self._stop.is_set():
             with contextlib.suppress(OSError):  # nobody came, or left again at once
                 self._socket.accept()[0].close()
-
-
-def _own_address(meeting: Rendezvous) -> str:
-    """Of the interface that leads to the store: the one that the other hosts can be expected to reach."""
-    if meeting.local_world_size == meeting.world_size:
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((meeting.host, meeting.port))  # sends nothing, chooses a route
-            address = str(probe.getsockname()[0])
-        except OSError as error:
-            raise ParallelError(f"no route from here to {shown(meeting.host)}: {error}") from error
-    if address.startswith("127."):  # the store is on this host: take the name that the others know it by
-        address = socket.gethostbyname(socket.gethostname())
-    return address
 
 
 def _connect_to_all(report: RankReport, reports: Sequence[RankReport]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Workers`: local rank processes with the life cycle of their parent: start, talk, notice death, stop, leave nothing.
+"""`Workers`: rank processes as their front end sees them: start, talk, notice death, stop, leave nothing behind.
 
     parent                                   rank r: python -m MODULE --channel FD
     ├─ store (TCP on the loopback)  ◄──────  RANK, WORLD_SIZE, .. as torchrun sets them
@@ -6,7 +6,8 @@
     └─ log thread r                 ◄──────  stdout and stderr, line by line, "[rank r] " before each
 
 Ranks start as fresh interpreters (nothing is forked) in sessions of their own: Ctrl-C reaches the parent alone, which
-then decides. A parent that is killed closes the channels, and the ranks end by themselves (`channel.Inbox`).
+then decides. A parent that is killed closes the channels, and the ranks end by themselves (`channel.Inbox`). Ranks that
+a launcher has started are talked to in the same way (`parallel/launched.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from torch._C._distributed_c10d import TCPStore  # not exported to type checkers by the public name
+
 from deepinfer_core.config.env import worker_environment
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.parallel.channel import Channel
 from deepinfer_core.parallel.launch import LOOPBACK, Rendezvous, serve_store
 
-__all__ = ["Worker", "Workers"]
+__all__ = ["Worker", "Workers", "start_worker"]
 
 _TAIL_LINES = 12
 _REAP_S = 2.0
@@ -39,15 +42,18 @@ _REAP_S = 2.0
 
 @dataclass(eq=False)
 class Worker:
-    """One rank's process, the channel to it and the last lines it wrote."""
+    """One rank: the channel to it, and of a process of ours its last lines; `process` None = a launcher's."""
 
     rank: int
-    process: subprocess.Popen[bytes]
     channel: Channel
+    process: subprocess.Popen[bytes] | None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
 
     def death(self) -> str | None:
         """How it ended, with its last words; None while it runs."""
+        if self.process is None:
+            ended = self.channel.is_closed
+            return f"{self.channel.peer} has ended; the launcher's output there says why" if ended else None
         code = self.process.poll()
         if code is None:
             return None
@@ -60,38 +66,41 @@ class Worker:
 
 
 class Workers:
-    """Ranks 0 .. num_ranks - 1 on this machine. `module` is run by each with `--channel FD` and `arguments`.
+    """The ranks 0, 1, .. of one engine. They are stopped with this object and when the interpreter exits."""
 
-    They are stopped with this object and when the interpreter exits. Raises ParallelError if one cannot be started.
-    """
+    def __init__(self, workers: Sequence[Worker], store: TCPStore) -> None:
+        self.workers = list(workers)
+        self.store = store  # kept alive for the ranks where this process serves it
+        self._ended: list[Worker] = []  # seen, not yet reported by `receive`
+        self._finalizer = weakref.finalize(self, _stop, self.workers, 0.0)
+        self._selector = selectors.DefaultSelector()
+        for worker in self.workers:
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
 
-    def __init__(
-        self,
+    @classmethod
+    def local(
+        cls,
         module: str,
         num_ranks: int,
         arguments: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         *,
         show_output: bool = True,
-    ) -> None:
-        self.store = serve_store()
-        self._show_output = show_output
-        self.workers: list[Worker] = []
-        self._ended: list[Worker] = []  # seen, not yet reported by `receive`
-        self._finalizer = weakref.finalize(self, _stop, self.workers, 0.0)
-        self._selector = selectors.DefaultSelector()
+    ) -> Workers:
+        """Start `python -m module --channel FD arguments` for each rank on this machine, the `variables` set.
+
+        Raises ParallelError if one cannot be started.
+        """
+        store = serve_store()
+        workers: list[Worker] = []
         for rank in range(num_ranks):
-            meeting = Rendezvous(rank, num_ranks, rank, num_ranks, LOOPBACK, self.store.port)
+            meeting = Rendezvous(rank, num_ranks, rank, num_ranks, LOOPBACK, store.port)
             try:
-                worker = _start(module, meeting, arguments, variables or {})
-            except OSError as error:
-                self.stop(0.0)
-                raise ParallelError(f"the process of rank {rank} cannot be started: {error}") from error
-            self.workers.append(worker)
-            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-            threading.Thread(
-                target=_copy_output, args=(worker, show_output), name=f"deepinfer-log-{rank}", daemon=True
-            ).start()
+                workers.append(start_worker(module, meeting, arguments, variables or {}, show_output=show_output))
+            except ParallelError:
+                _stop(workers, 0.0)
+                raise
+        return cls(workers, store)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -135,7 +144,7 @@ class Workers:
 
     def check(self) -> None:
         """Raises ParallelError if a rank has ended."""
-        dead = [worker for worker in self.workers if worker.process.poll() is not None]
+        dead = [worker for worker in self.workers if worker.death() is not None]
         if dead:
             raise ParallelError(self._describe_end(dead), tuple(worker.rank for worker in dead))
 
@@ -154,42 +163,49 @@ class Workers:
 
     def _describe_end(self, ended: Sequence[Worker]) -> str:
         """The one that died first is often followed by others; all that are known are named."""
-        for worker in ended:  # its channel is closed: the process is at its end
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(_REAP_S)
+        for worker in ended:
+            if worker.process is not None:  # its channel is closed: it is at its end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(_REAP_S)
         return "\n".join(worker.death() or f"rank {worker.rank} has closed its channel" for worker in ended)
 
 
-def _start(module: str, meeting: Rendezvous, arguments: Sequence[str], variables: Mapping[str, str]) -> Worker:
+def start_worker(
+    module: str, meeting: Rendezvous, arguments: Sequence[str], variables: Mapping[str, str], *, show_output: bool
+) -> Worker:
+    """One rank as a child of this process. Raises ParallelError if it cannot be started."""
     ours, theirs = socket.socketpair()
     threads = max(1, (os.cpu_count() or 1) // meeting.local_world_size)
-    environment = worker_environment(
-        {**meeting.variables(), **variables, "PYTHONUNBUFFERED": "1"},
-        {
-            "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "PYTHONFAULTHANDLER": "1",
-        },
-    )
+    alone = meeting.local_world_size == meeting.world_size
+    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONFAULTHANDLER": "1"}
+    if alone:  # nothing leaves this machine
+        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     flags = ["-P", *["-O"] * sys.flags.optimize]  # -P: no module of the working folder is imported
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-m", module, "--channel", str(theirs.fileno()), *arguments],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return Worker(meeting.rank, process, Channel(ours, f"rank {meeting.rank} (process {process.pid})"))
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-m", module, "--channel", str(theirs.fileno()), *arguments],
+                env=worker_environment({**meeting.variables(), **variables, "PYTHONUNBUFFERED": "1"}, defaults),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        ours.close()
+        raise ParallelError(f"the process of rank {meeting.rank} cannot be started: {error}") from error
+    worker = Worker(meeting.rank, Channel(ours, f"rank {meeting.rank} (process {process.pid})"), process)
+    threading.Thread(
+        target=_copy_output, args=(worker, process, show_output), name=f"deepinfer-log-{meeting.rank}", daemon=True
+    ).start()
+    return worker
 
 
-def _copy_output(worker: Worker, show: bool) -> None:
-    stream = worker.process.stdout
-    if stream is None:
+def _copy_output(worker: Worker, process: subprocess.Popen[bytes], show: bool) -> None:
+    if process.stdout is None:
         return
-    with stream, contextlib.suppress(ValueError, OSError):
+    with process.stdout as stream, contextlib.suppress(ValueError, OSError):
         for line in stream:
             text = line.decode(errors="replace").rstrip()
             worker.tail.append(text)
@@ -197,16 +213,17 @@ def _copy_output(worker: Worker, show: bool) -> None:
                 print(f"[rank {worker.rank}] {text}", file=sys.stderr, flush=True)
 
 
-def _stop(workers: list[Worker], timeout_s: float) -> None:
-    """Ask, then kill; returns when all have ended."""
+def _stop(workers: Sequence[Worker], timeout_s: float) -> None:
+    """Ask, then kill; returns when all processes of ours have ended."""
     for worker in workers:
         worker.channel.close()
     deadline_s = time.monotonic() + timeout_s
-    for worker in workers:
+    processes = [worker.process for worker in workers if worker.process is not None]
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(max(0.0, deadline_s - time.monotonic()))
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.kill()  # also ends one that is stopped
-    for worker in workers:
-        worker.process.wait()
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+    for process in processes:
+        if process.poll() is None:
+            process.kill()  # also ends one that is stopped
+    for process in processes:
+        process.wait()

@@ -2,18 +2,21 @@
 
 one rank                       assembled here
 more, nobody launched us       local processes, one a rank; this process is their front end
-more, torchrun launched us     every process is a rank; that of rank 0 is the front end too (runtime/launched.py)
+more, torchrun launched us     the process of rank 0 is the front end and starts its rank as a child; the others are
+                               ranks: they serve here until the front end closes, then exit
 """
 
 from __future__ import annotations
 
 from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.errors import ConfigError
+from deepinfer_core.parallel.channel import Inbox
 from deepinfer_core.parallel.launch import Rendezvous
+from deepinfer_core.parallel.launched import join_front_end, launched_ranks
 from deepinfer_core.parallel.workers import Workers
 from deepinfer_core.runtime.assembly import assemble_engine
 from deepinfer_core.runtime.front_end import FrontEnd
-from deepinfer_core.runtime.rank_main import flat_settings
+from deepinfer_core.runtime.rank_main import flat_settings, serve_rank
 from deepinfer_core.runtime.running import RunningEngine
 
 __all__ = ["start_engine"]
@@ -36,5 +39,13 @@ def start_engine(config: EngineConfig) -> RunningEngine:
         return assemble_engine(config)
     settings = flat_settings(config) | {"max_num_waiting": _MOST_WAITING}
     leaders = range(0, topology.world_size, topology.context_parallel_size)
-    ranks = Workers(_RANK_MODULE, topology.world_size, show_output=not config.quiet)
+    if meeting is None:
+        ranks = Workers.local(_RANK_MODULE, topology.world_size, show_output=not config.quiet)
+    else:
+        wait_s = config.parallel.start_deadline_s
+        store = meeting.connect(wait_s)
+        if meeting.rank > 0:
+            channel = join_front_end(store, meeting)
+            raise SystemExit(serve_rank(meeting, Inbox(channel)))
+        ranks = launched_ranks(_RANK_MODULE, store, meeting, wait_s, show_output=not config.quiet)
     return FrontEnd.connect(config, ranks, leaders, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -112,10 +113,7 @@ def test_masked_rows_below_the_cut(tiny_a: TinyModel, keep: int) -> None:
 def test_chunks_that_begin_and_end_anywhere(tiny: TinyModel, size: int) -> None:
     tokens = tokens_of(tiny, 250)
     borders = [0, 61, 134, 135, 139, 250]
-    plans = [
-        plan_of([Chunk(0, a, tokens[a:b], 215)], sample="last")
-        for a, b in zip(borders[:-1], borders[1:], strict=True)
-    ]
+    plans = [plan_of([Chunk(0, start, tokens[start:stop], 215)], sample="last") for start, stop in pairwise(borders)]
     check_equal(tiny, plans, size)
 
 
@@ -138,7 +136,7 @@ def test_many_requests_of_every_kind_in_a_step(tiny: TinyModel, size: int) -> No
 
 @pytest.mark.parametrize("size", RANKS)
 def test_replayed_rows_write_windows_and_no_block(tiny_a: TinyModel, size: int) -> None:
-    """A replay with its lower bound, then rows behind it in the same segment, after another request filled the blocks."""
+    """A replay with its lower bound, then new rows in the same segment; another request has filled the block."""
     tokens = tokens_of(tiny_a, 260)
     filled = plan_of([Chunk(0, 0, tokens[:128], 100)], sample="last")
     replay = plan_of([Chunk(1, 90, tokens[90:], 230, window_from=90)], sample="last")

@@ -89,7 +89,9 @@ def test_work_that_grows_linearly_gives_the_usual_zig_zag() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=30), size=st.integers(2, 6), data=st.data())
-def test_many_segments_do_not_add_their_odd_rows_on_one_rank(lengths: list[int], size: int, data: st.DataObject) -> None:
+def test_many_segments_do_not_add_their_odd_rows_on_one_rank(
+    lengths: list[int], size: int, data: st.DataObject
+) -> None:
     starts = [data.draw(st.integers(0, 5_000)) for _ in lengths]
     position = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)])
     segment = np.repeat(np.arange(len(lengths)), lengths)

@@ -45,8 +45,16 @@ class LayerTrace:
 class GivenEmbeddings:
     """Inputs of rows that don't come from the embedding table: image spans."""
 
-    rows: Tensor  # [m] rows of the batch
+    rows: Tensor  # [m] rows of the step
     values: Tensor  # [m, D]
+
+    def put_into(self, embedded: Tensor, batch: Batch) -> Tensor:
+        """embedded [P, D] of the rows that are computed here -> [P, D]."""
+        values = self.values.to(embedded.dtype)
+        if batch.local_rows is None:
+            return embedded.index_copy(0, self.rows, values)
+        longer = torch.cat([embedded, embedded[:1]])  # rows that are computed elsewhere go into the last one
+        return longer.index_copy_(0, batch.local_rows[self.rows], values)[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +94,7 @@ class Backbone:
         self.engram.fetch(self._engram_rows(batch, trace))
         embedded = self.vocabulary.lookup(self.params.embed, batch.tokens)
         if given is not None:
-            embedded = embedded.index_copy(0, given.rows, given.values.to(embedded.dtype))
+            embedded = given.put_into(embedded, batch)
         streams = embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
         pre = _first_pre_mix(streams)
         rows, selections = batch.encoder, Selections()
@@ -173,9 +181,7 @@ class Backbone:
         values = self.engram.take(index).view(history.shape[0], -1)
         key_value = kernels.linear(values, engram.wkv)
         dead = history[:, 0] < 0
-        return kernels.engram_gate(
-            streams, key_value, engram.q_weight, engram.k_weight, dead, self.config.rms_norm_eps
-        )
+        return kernels.engram_gate(streams, key_value, engram.q_weight, engram.k_weight, dead, self.config.rms_norm_eps)
 
     def _commit_history(self, batch: Batch, state: ModelState) -> None:
         commit = batch.history_commit

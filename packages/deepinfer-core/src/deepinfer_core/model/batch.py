@@ -93,7 +93,7 @@ class Batch:
     sample_rows: RowMove  # [N] of the decoder rows: those whose logits are wanted
     sample_position: Tensor  # [N]
     sample_token: Tensor  # [N]
-    split: StepSplit | None = None  # None: this process computes all rows
+    local_rows: Tensor | None  # [R] row P of each row of the step, P where another rank computes it; None: R = P
 
 
 def build_batch(
@@ -232,7 +232,7 @@ class _Builder:
             sample_rows=self._sample_rows(decoder),
             sample_position=self.tensor(position[columns["sample_row"]]),
             sample_token=self.tensor(tokens[columns["sample_row"]]),
-            split=split,
+            local_rows=None if split is None else self.number_tensor(split.places(len(rows.number))),
         )
 
     # ---- rows --------------------------------------------------------------------------------------------------------
@@ -331,8 +331,9 @@ class _Builder:
     # ---- what is read ------------------------------------------------------------------------------------------------
 
     def _keys_before(self, rows: _Rows, ring: RingLayout, back: Array) -> tuple[Array, Array]:
-        """Positions [P, n] at distances `back` [n] <= 0 from each row, and the cache rows of their keys: the scratch row
-        where the position is one of this step, else the slot's ring.
+        """Positions [P, n] at distances `back` [n] <= 0 from each row, and the cache rows of their keys.
+
+        That is the scratch row where the position is one of this step, else the slot's ring.
         """
         key = rows.position[:, None] + back
         scratch = ring.scratch_start + rows.number[:, None] + back
@@ -388,7 +389,9 @@ class _Builder:
             mine = self.xp.where(padding, self.layout.entry_trash_row(ratio), of_step[self.columns["mine"]])
             rows[ratio] = self.tensor(mine)
             shares[ratio] = split.share(
-                split.encoder.split, split.entries[ratio], lambda numbers, of=of_step: self.tensor(of[self.numbers(numbers)])
+                split.encoder.split,
+                split.entries[ratio],
+                lambda numbers, of=of_step: self.tensor(of[self.numbers(numbers)]),
             )
         return rows, shares
 

@@ -58,6 +58,12 @@ class StepSplit:
     pair_tail: BoolArray  # [R] whose compressor pair may still be open
     entries: dict[int, BoolArray]  # ratio -> [R] that complete an entry
 
+    def places(self, elsewhere: int) -> IntArray:
+        """[R] which of this rank's rows each row of the step is, `elsewhere` for those of others."""
+        found = np.full(len(self.encoder.split.owner), elsewhere)
+        found[self.encoder.mine] = np.arange(len(self.encoder.mine))
+        return found
+
     def share(self, split: RowSplit, needed: BoolArray, cache_rows: ToTensor) -> CacheShare:
         """needed [n] rows of a set that other ranks read; cache_rows: numbers in the set -> rows of the caches."""
         handover = split.handed_over(needed)
@@ -93,7 +99,9 @@ class StepSplit:
         place[split.mine] = np.arange(len(split.mine))
         if not len(handover.rows):
             return RowMove(to_tensor(place[wanted]))
-        return RowMove(to_tensor(place[wanted]), RowSource(self.group, to_tensor(place[handover.sent]), handover.counts))
+        return RowMove(
+            to_tensor(place[wanted]), RowSource(self.group, to_tensor(place[handover.sent]), handover.counts)
+        )
 
 
 def split_step(

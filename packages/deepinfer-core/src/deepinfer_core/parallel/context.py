@@ -5,8 +5,8 @@
                  compressed entries, index keys, open pairs                              every KV source
                  rows that cross from one split to another: at the cut, to the head      once
 
-What is exchanged are cache records as they are stored, so that a row reads the same bits as in one process. `RowMove` and
-`CacheShare` are worked out once a step by `model.batch` from a `RowSplit`; steps in which nothing is split have none.
+What is exchanged are cache records as they are stored, so that a row reads the same bits as in one process. `RowMove`
+and `CacheShare` are worked out once a step (`model.step_split`); steps in which nothing is split have none.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class AttentionWork:
     """Multiply-adds of attention and indexer of one row, summed over `layers`.
 
     attention   2 H hd (min(t + 1, W) + min(visible, top k))    q k and p v over the window and the selected entries
-    indexer     Hi Di visible                                   visible = floor((t + 1) / ratio), or the candidates' entries
+    indexer     Hi Di visible                                   or the entries of the candidate blocks, if fewer
+    visible     floor((t + 1) / ratio)
     """
 
     config: ModelConfig

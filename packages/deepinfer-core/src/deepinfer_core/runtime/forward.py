@@ -35,6 +35,7 @@ from deepinfer_core.model.step_arrays import (
     pack_step,
     staged,
 )
+from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.scheduling.plan import StepPlan
 
 __all__ = ["Capture", "CudaCapture", "Forward", "ForwardRows", "bucket"]
@@ -96,7 +97,7 @@ class _Graph[Output]:
 
 
 class Forward:
-    """Runs the model for a runner. `capture` None: everything is eager."""
+    """Runs the model for a runner. `capture` None: everything is eager. `context`: ranks that share long prompts."""
 
     def __init__(
         self,
@@ -107,11 +108,12 @@ class Forward:
         mask_decoder: bool = False,
         capture: Capture | None = None,
         most_rows: int = 0,
+        context: Communicator | None = None,
     ) -> None:
         self.backbone, self.drafter, self.state = backbone, drafter, state
         self.params: ModelParams = backbone.params
         self.kernels: Kernels = backbone.kernels
-        self.mask_decoder, self.most_rows = mask_decoder, most_rows
+        self.mask_decoder, self.most_rows, self.context = mask_decoder, most_rows, context
         self._capture = capture
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: seen once
         self._logits: Tensor | None = None
@@ -125,7 +127,9 @@ class Forward:
         shape = self._fixed_shape(plan) if given is None else None
         key = (shape, store_context)
         if shape is None or not self._is_known(key):
-            batch = build_batch(plan, self.state, self.params, self.kernels, mask_decoder=self.mask_decoder)
+            batch = build_batch(
+                plan, self.state, self.params, self.kernels, mask_decoder=self.mask_decoder, group=self.context
+            )
             return self._eager(batch, given, store_context)
         arrays = pack_step(plan, self.state.layout, self.kernels.row_multiple, fixed=shape)
         graph: _Graph[ForwardRows] | None = self._graphs[key]

@@ -31,6 +31,7 @@ from deepinfer_core.kernels.reference.engram import DEAD_CLASS
 from deepinfer_core.model.backbone import Backbone, GivenEmbeddings
 from deepinfer_core.model.draft import Drafter
 from deepinfer_core.model.params import ModelParams
+from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.experts import ExpertExchange
 from deepinfer_core.parallel.owned import EngramSource
 from deepinfer_core.runtime.forward import CudaCapture, Forward, ForwardRows
@@ -67,7 +68,8 @@ class RunnerStats:
 
 
 class Runner:
-    """Runs the plans of one engine on one device."""
+    """Runs the plans of one engine on one device. `context`: the ranks that share its long prompts; all run its plans.
+    """
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Runner:
         config: RunnerConfig,
         *,
         cache_form: str = "plain",
+        context: Communicator | None = None,
         exchange: ExpertExchange | None = None,
         engram: EngramSource | None = None,
     ) -> None:
@@ -85,7 +88,7 @@ class Runner:
                 f"num_drafts is {config.num_drafts}; this checkpoint drafts at most "
                 f"{0 if params.draft is None else model_config.dspark_block_size}"
             )
-        self.config, self.model_config = config, model_config
+        self.config, self.model_config, self.context = config, model_config, context
         self.device, self.dtype = params.embed.device, params.embed.dtype
         backtrack = IN_FLIGHT_STEPS * (config.num_drafts + 1)
         self.layout = CacheLayout(
@@ -122,6 +125,7 @@ class Runner:
             mask_decoder=config.mask_decoder,
             capture=CudaCapture() if config.graphs and exchange is None and _can_be_captured(params) else None,
             most_rows=min(config.max_step_rows, config.num_slots * (1 + config.num_drafts)),
+            context=context,
         )
         self.stats = RunnerStats(rows_per_layer=[0] * model_config.num_hidden_layers)
         self._admitted: dict[int, Admission] = {}  # slot -> its request
@@ -279,6 +283,7 @@ class Runner:
         first = out.position[to_device(rows.segment_start[:-1].astype(np.int64), self.device)]
         anchor, anchor_position = self._hold(slot, first, sampled)
         proposals = self._propose(plan, rows, slot, slots, anchor, anchor_position)
+        self._take_from_leader(slot)
         return PendingResult.queue(plan, started_s, rows, first, sampled, proposals, prompt)
 
     def _hold(self, slot: Tensor, first: Tensor, sampled: SampledBatch) -> tuple[Tensor, Tensor]:
@@ -289,6 +294,15 @@ class Runner:
         self.state.held_tokens[slot, 0] = anchor
         self.state.held_position[slot] = anchor_position
         return anchor, anchor_position
+
+    def _take_from_leader(self, slot: Tensor) -> None:
+        """In a context group all ranks draw and draft alike, but what rank 0 holds is what counts."""
+        if self.context is None:
+            return
+        state = self.state
+        own = torch.cat([state.held_position[slot, None], state.held_tokens[slot]], 1)
+        held = self.context.all_gather(own, "held tokens")[0]
+        state.held_position[slot], state.held_tokens[slot] = held[:, 0], held[:, 1:]
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 

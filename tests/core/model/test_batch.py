@@ -13,8 +13,11 @@ from torch import Tensor
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.model.batch import Batch, batch_of
 from deepinfer_core.model.step_arrays import pack_step, upload
+from deepinfer_core.model.step_split import split_step
+from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.scheduling.plan import Content, StepPlan, TokenSource
 from tests.core.harness import Chunk, TinyModel, plan_of
+from tests.core.parallel.in_process import Meeting, ThreadCommunicator
 
 
 def mixed_plan(*, decoder_from: int, held: bool, image: bool) -> StepPlan:
@@ -41,26 +44,30 @@ def flat(value: Any, name: str = "batch") -> dict[str, Any]:
     return {name: value}
 
 
-def built(model: TinyModel, plan: StepPlan, *, on_host: bool, mask: bool) -> Batch:
+def built(model: TinyModel, plan: StepPlan, *, on_host: bool, mask: bool, group: Communicator | None = None) -> Batch:
     state = model.state()
     generator = torch.Generator().manual_seed(1)
     state.history.copy_(torch.randint(0, 50, state.history.shape, generator=generator))
     state.held_position.copy_(torch.tensor([1, 33, 5, 0]))
     state.held_tokens.copy_(torch.randint(0, 50, state.held_tokens.shape, generator=generator))
-    arrays = pack_step(plan, state.layout, REFERENCE.row_multiple, mask_decoder=mask)
+    split = split_step(plan, state.layout, group, mask_decoder=mask)
+    arrays = pack_step(plan, state.layout, REFERENCE.row_multiple, mask_decoder=mask, split=split)
     columns = arrays.columns if on_host else arrays.views(upload(arrays, torch.device("cpu")))
-    return batch_of(arrays.shape, columns, state, model.params, REFERENCE, mask_decoder=mask)
+    return batch_of(arrays.shape, columns, state, model.params, REFERENCE, mask_decoder=mask, split=split)
 
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("image", [False, True])
 @pytest.mark.parametrize("decoder_from", [0, 130, 10_000])
+@pytest.mark.parametrize("rank", [None, 0, 1])
 def test_host_and_device_build_the_same_batch(
-    tiny_a: TinyModel, mask: bool, held: bool, image: bool, decoder_from: int
+    tiny_a: TinyModel, mask: bool, held: bool, image: bool, decoder_from: int, rank: int | None
 ) -> None:
+    """`rank`: of two that share the rows of the long chunk."""
     plan = mixed_plan(decoder_from=decoder_from, held=held, image=image)
-    host, device = (flat(built(tiny_a, plan, on_host=on_host, mask=mask)) for on_host in (True, False))
+    group = None if rank is None else ThreadCommunicator(Meeting(2), rank)
+    host, device = (flat(built(tiny_a, plan, on_host=on_host, mask=mask, group=group)) for on_host in (True, False))
     assert host.keys() == device.keys()
     for name, value in host.items():
         if isinstance(value, Tensor):

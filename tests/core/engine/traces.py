@@ -73,10 +73,13 @@ class Traffic:
 
 
 class Oracle:
-    """What jobs give alone. Also prepares the requests of every server: they share one grammar compiler."""
+    """What jobs give alone. Also prepares the requests of every server: they share one grammar compiler.
 
-    def __init__(self, model: str | Path, max_model_len: int) -> None:
-        self._model, self._max_model_len = model, max_model_len
+    settings: what changes the numbers, such as the kernels.
+    """
+
+    def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
+        self._model, self._max_model_len, self._settings = model, max_model_len, settings
         self._engines: dict[str, AssembledEngine] = {}
         self._known: dict[tuple[Job, str], list[CompletionOutput]] = {}
         self._factory = RequestFactory(self._engine("full"), 0)
@@ -116,6 +119,7 @@ class Oracle:
                 overlap=False,
                 prefix_replay="off",
                 decoder_prefill=decoder_prefill,
+                **self._settings,
             )
         return self._engines[decoder_prefill]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepinfer_core.errors import ParallelError
 from deepinfer_core.parallel.communicator import Communicator
 
 _PATIENCE_S = 60.0  # a rank that does not come fails the test instead of hanging it
@@ -31,9 +32,12 @@ class Meeting:
     def exchange(self, rank: int, label: str, value: object) -> list[object]:
         self.labels[rank].append(label)
         self._brought[rank] = (label, value)
-        self._barrier.wait(_PATIENCE_S)
-        brought = list(self._brought)
-        self._barrier.wait(_PATIENCE_S)
+        try:
+            self._barrier.wait(_PATIENCE_S)
+            brought = list(self._brought)
+            self._barrier.wait(_PATIENCE_S)
+        except threading.BrokenBarrierError as error:
+            raise ParallelError(f"{label}: a rank has left") from error
         if {name for name, _ in brought} != {label}:
             raise RuntimeError(f"ranks meet in different collectives: {[name for name, _ in brought]}")
         return [one for _, one in brought]
@@ -44,8 +48,8 @@ class Meeting:
 
 
 class ThreadCommunicator(Communicator):
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        super().__init__("threads", range(meeting.size), rank, torch.device("cpu"))
+    def __init__(self, meeting: Meeting, rank: int, ranks: Sequence[int] | None = None) -> None:
+        super().__init__("threads", ranks or range(meeting.size), rank, torch.device("cpu"))
         self.meeting = meeting
 
     def _gather(self, data: Tensor, label: str) -> Tensor:
@@ -81,6 +85,6 @@ def on_ranks[T](size: int, work: Callable[[Communicator], T]) -> list[T]:
         futures = [pool.submit(run, rank) for rank in range(size)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
+            if "a rank has left" not in str(error):
                 raise error
         return [future.result() for future in futures]

@@ -10,6 +10,7 @@ this rank nor the others wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ from deepinfer_core.errors import DeepInferError, ParallelError, PeerError
 from deepinfer_core.outputs import Answer
 from deepinfer_core.outputs.replay import params_from_json
 from deepinfer_core.parallel.channel import Inbox
-from deepinfer_core.parallel.lockstep import Notice
+from deepinfer_core.parallel.lockstep import Agreement, Notice
 from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.runtime.rank_messages import (
     Abort,
@@ -82,9 +83,10 @@ class RankEngine:
             )
         )
         try:
+            step = self._step if self._together is None or self._together.leads else self._follow
             while not self._has_ended:
                 self._obey()
-                self._step()
+                step()
         finally:
             self._grammars.close()
 
@@ -94,7 +96,7 @@ class RankEngine:
         for data in self._inbox.take(_PAUSE_S if self._is_paused else 0.0):
             self._is_paused = False
             self._carry_out(decode_command(data))
-        if self._inbox.is_closed:
+        if self._inbox.is_closed and not self._is_closing:
             raise ParallelError("the front end has ended")
         with suppress(Empty):
             while True:
@@ -184,8 +186,18 @@ class RankEngine:
         if num_launched or loop.num_launched or together.lockstep.num_steps != num_steps:
             return
         notice = Notice(has_work=self._has_work, is_closing=self._is_closing, epoch=self._epoch)
-        with suppress(PeerError):  # a dummy step has nothing to lose
-            agreed = together.join(notice)
+        self._agree(lambda: together.join(notice))
+
+    def _follow(self) -> None:
+        """The step of this rank's leader, whatever it is."""
+        together = self._together
+        if together is None:
+            raise ParallelError("a rank alone has nobody to follow")
+        self._agree(lambda: together.follow(Notice(is_closing=self._is_closing, epoch=self._epoch)))
+
+    def _agree(self, step: Callable[[], Agreement]) -> None:
+        with suppress(PeerError):  # the requests, if any, are another rank's to run again
+            agreed = step()
             self._is_paused, self._has_ended = agreed.pauses, agreed.closes
 
     # ---- reports ---------------------------------------------------------------------------------------------------

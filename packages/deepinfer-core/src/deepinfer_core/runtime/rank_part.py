@@ -56,7 +56,7 @@ class RankPart:
 
     @property
     def steps_together(self) -> bool:
-        """Whether steps of this rank need the other ranks."""
+        """Whether steps of this rank need those of other requests."""
         return self.placements is not None or self.engram_rows is not None
 
     def smallest(self, value: int) -> int:
@@ -74,7 +74,8 @@ class RankPart:
     ) -> Runner:
         """The runner of this rank's steps."""
         world = self.world
-        if world is None or not self.steps_together:
+        context = None if world is None or world.along("context").size == 1 else world.along("context")
+        if world is None or (context is None and not self.steps_together):
             return Runner(model, params, kernels, config, **named)
         expert, engram = world.along("expert"), world.along("engram")
         exchange = None
@@ -85,7 +86,8 @@ class RankPart:
             params,
             kernels,
             config,
-            lockstep=Lockstep(world.control, world.begin_step),
+            lockstep=Lockstep(world.control if context is None or self.steps_together else context, world.begin_step),
+            context=context,
             exchange=exchange,
             engram=None if self.engram_rows is None else SharedEngram(engram, params.engram_tables()),
             pads=params.embed.device.type != "cpu",  # a CPU has no graphs, and computes what it is padded with

@@ -20,10 +20,12 @@ from torch import Tensor
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.model.moe import serve_experts
 from deepinfer_core.model.params import MoeParams
+from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.lockstep import Agreement, Lockstep, Notice
 from deepinfer_core.parallel.owned import SharedEngram
 from deepinfer_core.runtime.pending import PendingResult
+from deepinfer_core.runtime.plan_codec import decode_plan, encode_plan
 from deepinfer_core.runtime.runner import Runner
 from deepinfer_core.scheduling.plan import Admission, StepPlan, TokenSource
 
@@ -31,7 +33,9 @@ __all__ = ["RankRunner"]
 
 
 class RankRunner(Runner):
-    """`exchange`, `engram`: None where every rank has all of it. `pads`: every rank pads to the rows of the fullest."""
+    """`exchange`, `engram`: None where every rank has all of it. `context`: the ranks that run the plans of the first
+    of them, None = this one alone. `pads`: every rank pads to the rows of the fullest.
+    """
 
     def __init__(
         self,
@@ -39,10 +43,11 @@ class RankRunner(Runner):
         lockstep: Lockstep,
         exchange: SharedExperts | None,
         engram: SharedEngram | None,
+        context: Communicator | None = None,
         pads: bool = False,
         **named: Any,
     ) -> None:
-        super().__init__(*args, exchange=exchange, engram=engram, **named)
+        super().__init__(*args, exchange=exchange, engram=engram, context=context, **named)
         self.lockstep, self.exchange, self.engram = lockstep, exchange, engram
         self.agreed: Agreement | None = None  # of the newest step
         self.broken: ParallelError | None = None
@@ -50,18 +55,52 @@ class RankRunner(Runner):
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
+    @property
+    def leads(self) -> bool:
+        """Whether the plans that this rank runs are its own."""
+        return self.context is None or self.context.rank == 0
+
     def join(self, notice: Notice) -> Agreement:
         """A dummy step: none of its rows is from here. Raises ParallelError or PeerError."""
         return self._worker.submit(self._join, notice).result()
 
+    def follow(self, notice: Notice) -> Agreement:
+        """The next step of the leader; `notice` is for a dummy step. Raises ParallelError or PeerError."""
+        return self._worker.submit(self._follow, notice).result()
+
+    def _follow(self, notice: Notice) -> Agreement:
+        plan = self._shared_plan(None)
+        if plan is None:
+            return self._join(notice)
+        self._finish(self._step(plan))
+        if self.agreed is None:
+            raise ParallelError("a step was run that nobody agreed on")
+        return self.agreed
+
+    def _shared_plan(self, plan: StepPlan | None) -> StepPlan | None:
+        """What the leader runs, on every rank of its context group; None = a dummy step."""
+        if self.context is None:
+            return plan
+        try:
+            data = b"" if plan is None else encode_plan(plan)
+            data = self.context.broadcast_bytes(data, 0, "plan of a step")
+            return decode_plan(data) if data and not self.leads else plan
+        except ParallelError as error:
+            self.broken = error
+            raise
+
     @torch.inference_mode()
     def _join(self, notice: Notice) -> Agreement:
+        if self.leads:
+            self._shared_plan(None)
         agreed = self._begin(notice)
         self._conclude(self._serve_rest())
         return agreed
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> PendingResult:
+        if self.leads:
+            self._shared_plan(plan)
         agreed = self._begin(self._notice(plan))
         failure: Exception | None = None
         pending: PendingResult | None = None
@@ -71,6 +110,9 @@ class RankRunner(Runner):
             self.broken = error
             raise
         except Exception as error:
+            if self.context is not None:  # the others wait for cache records that will not come
+                self.broken = ParallelError(f"step {agreed.step} failed in a context group: {error}")
+                raise self.broken from error
             failure = error
         failure = self._serve_rest() or failure
         self._conclude(failure)

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 
 from deepinfer_core.errors import ParallelError
@@ -83,6 +84,17 @@ class Channel:
             messages.append(bytes(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
         return messages
+
+    def drain(self, until_s: float) -> None:
+        """Read and forget until the other side has ended, at most until the monotonic clock says `until_s`."""
+        while not self.is_closed and (left_s := until_s - time.monotonic()) > 0:
+            self._socket.settimeout(left_s)
+            self.read()
+
+    def end_sending(self) -> None:
+        """The other side sees the end, and can still send."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def end(self) -> None:
         """Nothing is sent or read any more, also not by a thread that waits in `read`. The other side sees the end

@@ -216,12 +216,16 @@ def _copy_output(worker: Worker, process: subprocess.Popen[bytes], show: bool) -
 def _stop(workers: Sequence[Worker], timeout_s: float) -> None:
     """Ask, then kill; returns when all processes of ours have ended."""
     for worker in workers:
-        worker.channel.close()
+        worker.channel.end_sending()
     deadline_s = time.monotonic() + timeout_s
     processes = [worker.process for worker in workers if worker.process is not None]
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline_s - time.monotonic()))
+    for worker in workers:
+        if worker.process is None:
+            worker.channel.drain(deadline_s)  # a launcher's: its end is the end of the channel
+        worker.channel.close()
     for process in processes:
         if process.poll() is None:
             process.kill()  # also ends one that is stopped

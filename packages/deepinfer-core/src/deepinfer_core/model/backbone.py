@@ -192,10 +192,9 @@ class Backbone:
     ) -> ForwardOutput:
         if batch.decoder is None:
             return ForwardOutput(None, None, counts)
-        wanted, label = batch.sample_rows, "sampled rows"
         logits = None
-        if len(wanted.take):
-            hidden = self.kernels.mhc_collapse(wanted.of(streams, label), wanted.of(pre, label))
+        if len(batch.sample_rows.take):
+            hidden = batch.sample_rows.of(self.kernels.mhc_collapse(streams, pre), "sampled rows")
             logits = self.head(self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps))
         joined = torch.cat(features, -1) if features else None
         return ForwardOutput(logits, joined, counts)

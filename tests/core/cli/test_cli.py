@@ -35,7 +35,8 @@ EXAMPLES = {
     "seed": ("none", None), "deterministic": ("0", False), "overlap": ("off", False), "memory_fraction": ("0.5", 0.5),
     "logprobs_mode": ("processed", "processed"), "decoder_prefill": ("full", "full"), "prefix_replay": ("off", "off"),
     "draft_schedule": ("fixed", "fixed"), "verification": ("coupled", "coupled"),
-    "confidence_temperatures": ("1,2,3", (1.0, 2.0, 3.0)),
+    "confidence_temperatures": ("1,2,3", (1.0, 2.0, 3.0)), "collective_deadline_s": ("2.5", 2.5),
+    "start_deadline_s": ("2.5", 2.5),
 }  # fmt: skip
 
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 
 from deepinfer_core import __version__
-from deepinfer_core.cli import bench, calibrate, doctor, generate, grammar, kernels, plan, replay
+from deepinfer_core.cli import bench, calibrate, doctor, generate, grammar, kernels, launch, plan, replay
 from deepinfer_core.errors import DeepInferError
 
 __all__ = ["main"]
 
-_COMMANDS = (generate, plan, doctor, kernels, grammar, replay, bench, calibrate)
+_COMMANDS = (generate, launch, plan, doctor, kernels, grammar, replay, bench, calibrate)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -59,15 +59,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{num_ranks} ranks do not fill {num_nodes} nodes evenly; change --nodes or the sizes")
     if num_nodes > 1 and args.master is None:
         raise ConfigError(f"--nodes is {num_nodes}; say with --master HOST:PORT where they meet")
-    if args.print:
-        for node in range(num_nodes):
-            print(shlex.join(torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master)))
-        return 0
-    if args.node_rank is None and num_nodes > 1:
-        raise ConfigError(f"--nodes is {num_nodes}; say with --node-rank which one this is, 0 to {num_nodes - 1}")
-    node = check_integer("--node-rank", args.node_rank or 0, 0, num_nodes - 1, ConfigError)
-    command = torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master)
-    _become(command)
+    if not args.print:
+        if args.node_rank is None and num_nodes > 1:
+            raise ConfigError(f"--nodes is {num_nodes}; say with --node-rank which one this is, 0 to {num_nodes - 1}")
+        node = check_integer("--node-rank", args.node_rank or 0, 0, num_nodes - 1, ConfigError)
+        _become(torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master))
+    for node in range(num_nodes):
+        print(shlex.join(torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master)))
+    return 0
 
 
 def _become(command: list[str]) -> NoReturn:

@@ -14,13 +14,17 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.config.checks import check_integer, check_number, shown
 from deepinfer_core.errors import CapacityError, ConfigError
 
-__all__ = ["SliceResult", "add_slice_flags", "measure_slice", "run_slice"]
+if TYPE_CHECKING:
+    from deepinfer_core.config.sampling import SamplingParams
+    from deepinfer_core.runtime.rank_slice import RankSlice, SliceSize
+
+__all__ = ["SliceResult", "add_slice_flags", "decode_results", "measure_slice", "prefill_results", "run_slice"]
 
 _KEEP_ROWS = 140  # of the release's decoder prefill
 _MOST = 2**20
@@ -83,14 +87,14 @@ def run_slice(args: argparse.Namespace) -> int:
 
 
 def measure_slice(
-    size: Any, requests: list[int], prompts: list[int], acceptance: float, temperature: float, steps: int
+    size: SliceSize, requests: list[int], prompts: list[int], acceptance: float, temperature: float, steps: int
 ) -> dict[str, Any]:
-    """Time decode steps of each number of requests and prefills of each length; `size` is a `SliceSize`."""
+    """Time decode steps of each number of requests and prefills of each length."""
     import torch
 
     from deepinfer_core.config.sampling import SamplingParams
     from deepinfer_core.kernels.registry import build_kernels, choose_provider
-    from deepinfer_core.runtime.rank_slice import RankSlice, release_config, tokens_a_step
+    from deepinfer_core.runtime.rank_slice import RankSlice, release_config
 
     choice = choose_provider(None)
     if choice.device == "cpu":
@@ -98,26 +102,8 @@ def measure_slice(
     config = release_config()
     kernels, sources = build_kernels(choice, config, torch.bfloat16)
     part = RankSlice(config, size, kernels, choice.device, torch.bfloat16)
-    params = SamplingParams(temperature=temperature)
-    device = torch.get_device_module(choice.device)
-    decoded: list[SliceResult] = []
-    for count in requests:
-        seconds = part.decode_seconds(count, params, steps)
-        step_s, tokens = statistics.median(seconds), tokens_a_step(size.num_drafts, acceptance)
-        memory = device.max_memory_reserved() / 1e9
-        decoded.append(
-            SliceResult(
-                count,
-                size.context,
-                count * (1 + size.num_drafts),
-                step_s * 1e3,
-                max(seconds) * 1e3,
-                tokens,
-                count * tokens / step_s,
-                memory,
-            )
-        )
-    filled = [(tokens, part.prefill_seconds(tokens, _KEEP_ROWS)) for tokens in prompts]
+    decoded = decode_results(part, requests, SamplingParams(temperature=temperature), acceptance, steps)
+    filled = prefill_results(part, prompts)
     part.close()
     return {
         "slice": asdict(size),
@@ -126,12 +112,43 @@ def measure_slice(
         "acceptance": acceptance,
         "communication": "left out",
         "reference_operations": [source.op for source in sources if source.provider == "reference"],
-        "decode": [asdict(one) for one in decoded],
-        "prefill": [
-            {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds} for tokens, seconds in filled
-        ],
-        "device_gb": device.max_memory_reserved() / 1e9,
+        "decode": decoded,
+        "prefill": filled,
+        "device_gb": torch.get_device_module(choice.device).max_memory_reserved() / 1e9,
     }
+
+
+def decode_results(
+    part: RankSlice, requests: list[int], params: SamplingParams, acceptance: float, steps: int
+) -> list[dict[str, Any]]:
+    """One entry for each number of requests: `SliceResult` as a dictionary."""
+    import torch
+
+    from deepinfer_core.runtime.rank_slice import tokens_a_step
+
+    tokens = tokens_a_step(part.size.num_drafts, acceptance)
+    found: list[dict[str, Any]] = []
+    for count in requests:
+        seconds = part.decode_seconds(count, params, steps)
+        step_s = statistics.median(seconds)
+        result = SliceResult(
+            requests=count,
+            context=part.size.context,
+            rows=count * (1 + part.size.num_drafts),
+            step_ms=step_s * 1e3,
+            slowest_step_ms=max(seconds) * 1e3,
+            tokens_a_step=tokens,
+            tokens_per_s=count * tokens / step_s,
+            device_gb=torch.get_device_module(part.runner.device).max_memory_reserved() / 1e9,
+        )
+        found.append(asdict(result))
+    return found
+
+
+def prefill_results(part: RankSlice, prompts: list[int]) -> list[dict[str, float]]:
+    """One entry for each length."""
+    seconds = [(tokens, part.prefill_seconds(tokens, _KEEP_ROWS)) for tokens in prompts]
+    return [{"tokens": tokens, "seconds": taken, "tokens_per_s": tokens / taken} for tokens, taken in seconds]
 
 
 def _show(found: dict[str, Any]) -> None:

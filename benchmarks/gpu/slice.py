@@ -1,0 +1,120 @@
+"""Where does a step of one rank of 64 spend its time? And a prefill as one rank of 8?
+
+    benchmarks/gpu/on_device.sh python3 benchmarks/gpu/slice.py --out $OUT/slice.json [--only decode,profile,prefill]
+
+The figures of `deepinfer bench --slice` (communication left out, random weights), and by the profiler the time of every
+kernel of one step: sums by name over two replays, and the share of the step in which the device did nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from deepinfer_core.cli.bench_slice import decode_results, prefill_results
+from deepinfer_core.config.sampling import SamplingParams
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.registry import build_kernels, choose_provider
+from deepinfer_core.runtime.rank_slice import RankSlice, SliceSize, release_config
+
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
+CONTEXT, DRAFTS, ACCEPTANCE = 131_072, 3, 0.75
+
+
+def breakdown(part: RankSlice, requests: int, params: SamplingParams, steps: int = 2) -> dict[str, Any]:
+    """Microseconds a step of every kernel, largest first."""
+    plan = part.decode_plan(requests, params, first=False)
+    part.runner.run(plan)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        start = time.perf_counter()
+        for _ in range(steps):
+            part.runner.run(plan)
+        torch.cuda.synchronize()
+        wall_us = (time.perf_counter() - start) * 1e6 / steps
+    kernels = {
+        event.key[:120]: (event.self_device_time_total / steps, event.count / steps)
+        for event in recorded.key_averages()
+        if event.self_device_time_total > 0
+    }
+    rows = sorted(kernels.items(), key=lambda item: -item[1][0])
+    busy_us = sum(us for _, (us, _) in rows)
+    for name, (us, count) in rows[:45]:
+        print(f"{us:10.0f} us {count:7.1f} x  {name}", flush=True)
+    print(f"{requests} requests: wall {wall_us:.0f} us a step, device busy {busy_us:.0f} us", flush=True)
+    return {"wall_us": wall_us, "busy_us": busy_us, "kernels": {name: list(value) for name, value in rows[:80]}}
+
+
+def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], requests: list[int]) -> None:
+    """Everything on one model with room for the largest number of requests."""
+    size = SliceSize(64, max(requests), CONTEXT, DRAFTS, max(requests) * (1 + DRAFTS))
+    start = time.perf_counter()
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
+    torch.cuda.synchronize()
+    report["build_s"] = time.perf_counter() - start
+    print(f"built in {report['build_s']:.1f} s", flush=True)
+    for name, params in (("greedy", GREEDY), ("temperature 1", SAMPLED)):
+        if "decode" in wanted:
+            report[f"decode, {name}"] = decode_results(part, requests, params, ACCEPTANCE, 20)
+            print(json.dumps(report[f"decode, {name}"], indent=1), flush=True)
+        if "profile" in wanted:
+            report[f"profile, {name}"] = {
+                count: breakdown(part, count, params) for count in (requests[0], requests[-1])
+            }
+    part.close()
+
+
+def prefill_parts(kernels: Kernels, report: dict[str, Any]) -> None:
+    """One rank of 8: 48 experts a layer; six sets of weights for 43 layers, since bfloat16 ones would not fit."""
+    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, expert_sets=6)
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
+    report["prefill, ep=8"] = prefill_results(part, [4096, 65_536])
+    print(json.dumps(report["prefill, ep=8"]), flush=True)
+    part.close()
+
+
+def main() -> int:
+    """Run what is asked for; a part that fails leaves its traceback in the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", default="decode,profile,prefill", help="parts, separated by commas")
+    parser.add_argument("--requests", default="256,64,8", help="numbers of requests, the largest first")
+    arguments = parser.parse_args()
+    wanted = set(arguments.only.split(","))
+    requests = [int(number) for number in arguments.requests.split(",")]
+    kernels, _ = build_kernels(choose_provider("nvidia"), release_config(), torch.bfloat16)
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "communication": "left out",
+    }  # fmt: skip
+    failed = 0
+    parts: list[Callable[[], None]] = []
+    if wanted & {"decode", "profile"}:
+        parts.append(lambda: decode_parts(kernels, report, wanted, requests))
+    if "prefill" in wanted:
+        parts.append(lambda: prefill_parts(kernels, report))
+    for run in parts:
+        try:
+            run()
+        except Exception:
+            traceback.print_exc()
+            report.setdefault("errors", []).append(traceback.format_exc())
+            failed = 1
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        gc.collect()
+        torch.cuda.empty_cache()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

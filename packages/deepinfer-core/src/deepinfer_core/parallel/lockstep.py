@@ -16,7 +16,7 @@ else got a request keeps everybody going until it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,12 @@ class Notice(NamedTuple):
     has_work: bool = False  # requests are open, whether or not they have rows in this step
     is_closing: bool = False  # it was told to end when it has no work
     epoch: int = 0  # of the newest command that it has seen
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Notice:
+        """As integers they travel."""
+        num_rows, runs_decoder, drafts, has_work, is_closing, epoch = numbers
+        return cls(num_rows, bool(runs_decoder), bool(drafts), bool(has_work), bool(is_closing), epoch)
 
 
 class Agreement(NamedTuple):
@@ -70,7 +76,7 @@ class Lockstep:
                 f"rank {self.comm.ranks[self.comm.rank]} is at step {step}, {', '.join(behind)}: the ranks have lost "
                 "each other, start the engine again"
             )
-        notices = [Notice(*row[1:]) for row in rows]
+        notices = [Notice.read(row[1:]) for row in rows]
         idle = not any(one.has_work or one.num_rows for one in notices) and len({one.epoch for one in notices}) == 1
         return Agreement(
             step=step,

@@ -50,13 +50,13 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Start(_Message):
+class Start(_Message, frozen=True):
     """The settings of the engine, by flat name."""
 
     settings: dict[str, Any]
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     """One sequence for this rank."""
 
     epoch: _Number
@@ -68,26 +68,26 @@ class Submit(_Message):
     tenant_salt: str
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     """End the request, wherever it is; unknown ones are none of this rank's business."""
 
     epoch: _Number
     number: _Number
 
 
-class Wake(_Message):
+class Wake(_Message, frozen=True):
     """Something was said to another rank."""
 
     epoch: _Number
 
 
-class Ask(_Message):
+class Ask(_Message, frozen=True):
     """Answer with `Counters`."""
 
     epoch: _Number
 
 
-class Close(_Message):
+class Close(_Message, frozen=True):
     """Abort everything, and end when all ranks are idle."""
 
     epoch: _Number
@@ -98,7 +98,7 @@ type Command = Start | Submit | Abort | Wake | Ask | Close
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The engine of a rank is loaded."""
 
     folder: str
@@ -110,7 +110,7 @@ class Ready(_Message):
     loaded_bytes: dict[str, int]  # by part of the checkpoint
 
 
-class Stepped(_Message):
+class Stepped(_Message, frozen=True):
     """What a step committed, in the order of `StepOutputs`."""
 
     numbers: list[int]
@@ -123,13 +123,13 @@ class Stepped(_Message):
     drafter_has_collapsed: bool
 
 
-class Counters(_Message):
+class Counters(_Message, frozen=True):
     """Statistics since the start."""
 
     values: dict[str, Any]
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """This rank ends. `blamed`: ranks it believes to be the cause."""
 
     error: str

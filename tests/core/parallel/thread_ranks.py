@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from deepinfer_core.config.engine import EngineConfig, resolve_settings
+from deepinfer_core.config.engine import EngineConfig, flat_settings, resolve_settings
 from deepinfer_core.config.topology import AXES, Axis, Topology
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.parallel.channel import Channel, Inbox
@@ -19,7 +19,6 @@ from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.assembly import AssembledEngine, assemble_engine
 from deepinfer_core.runtime.front_end import FrontEnd
 from deepinfer_core.runtime.rank_engine import RankEngine
-from deepinfer_core.runtime.rank_main import flat_settings
 from deepinfer_core.runtime.rank_messages import Failed, Start, decode_command, encode
 from tests.core.parallel.in_process import Meeting, ThreadCommunicator
 

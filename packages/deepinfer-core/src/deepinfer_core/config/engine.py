@@ -39,6 +39,7 @@ __all__ = [
     "ResolvedSettings",
     "Setting",
     "all_settings",
+    "flat_settings",
     "parse_text",
     "resolve_settings",
     "union_members",
@@ -181,6 +182,12 @@ def all_settings() -> Mapping[str, Setting]:
             annotation, meaning = typing.get_args(hints[spec.name])  # of Annotated
             found[spec.name] = Setting(spec.name, part, annotation, spec.default, meaning)
     return MappingProxyType(found)
+
+
+def flat_settings(config: EngineConfig) -> dict[str, Any]:
+    """Every setting by its flat name: `EngineConfig.from_settings` makes the same configuration of it."""
+    owners = {"": config} | {part: getattr(config, part) for part in _PARTS}
+    return {name: getattr(owners[setting.part], name) for name, setting in all_settings().items()}
 
 
 def _part_class(part: str) -> type[Any]:

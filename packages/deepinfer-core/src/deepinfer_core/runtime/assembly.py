@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from deepinfer_core import __version__
 from deepinfer_core.checkpoint.loader import load_model_weights
-from deepinfer_core.checkpoint.memory_plan import Form, Workload, kv_bytes_per_token, plan_memory
+from deepinfer_core.checkpoint.memory_plan import Form, kv_bytes_per_token
 from deepinfer_core.checkpoint.resolve import resolve_model
 from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
@@ -34,6 +32,7 @@ from deepinfer_core.model.params import build_params
 from deepinfer_core.outputs import Provenance
 from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
+from deepinfer_core.runtime.memory import available_bytes, total_bytes, weights_bytes
 from deepinfer_core.runtime.pending import PendingResult
 from deepinfer_core.runtime.rank_part import RankPart
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
@@ -115,7 +114,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
         choice, model_config, dtype, cpu_kernels=config.cpu_kernels, cache_dir=config.jit_cache_dir
     )
     _set_torch_threads(op_sources)
-    _check_batch_invariance(config, choice)
+    _check_batch_invariance(config, op_sources)
     part = RankPart.of(world, model_config, config.experts.num_extra_experts)
     _check_weights_fit(config, model_config, choice.device, form, folder)
     folder = find_model()
@@ -148,7 +147,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
             confidence_temperatures=speculation.confidence_temperatures,
             logprobs_mode=config.logprobs_mode,
             num_token_ids=tokenizer.num_tokens,
-            graphs=not config.enforce_eager,
+            graphs=not config.enforce_eager and world is None,
         ),
         cache_form=form,
     )
@@ -220,19 +219,7 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
 
 def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: str, form: Form, folder: Path) -> None:
     """Before a long load: can this machine hold the weights at all? The cache is fitted into what they leave."""
-    num_ranks = config.parallel.expert_parallel_size  # Engram may be shared otherwise, but takes no device by default
-    workload = Workload(
-        context_tokens=1,
-        step_rows=1,
-        num_devices=num_ranks,
-        num_sequences=num_ranks,
-        engram_storage=config.engram_storage,
-        form=form,
-    )
-    weights_bytes = dict(plan_memory(model, workload).ranks[0].weights)
-    if config.speculation.num_drafts == 0:
-        weights_bytes.pop("draft", None)
-    needed, there = sum(weights_bytes.values()), _total_bytes(device)
+    needed, there = weights_bytes(config, model, form), total_bytes(device)
     if needed > there:
         raise CapacityError(
             f"the weights of {folder} take {needed / 1e9:,.1f} GB on one device ({form} form), and {device} has "
@@ -253,11 +240,13 @@ def _set_torch_threads(op_sources: list[OpSource]) -> None:
         torch.set_num_threads(1)
 
 
-def _check_batch_invariance(config: EngineConfig, choice: KernelChoice) -> None:
-    if config.batch_invariant and choice.provider is not None:
+def _check_batch_invariance(config: EngineConfig, op_sources: list[OpSource]) -> None:
+    broken = [source for source in op_sources if not source.row_invariant]
+    if config.batch_invariant and broken:
+        named = "; ".join(f"{source.op} from {source.provider} ({source.reason})" for source in broken)
         raise KernelError(
-            f"batch_invariant is set, but the kernels of {choice.name} do not promise it yet; set it to False, or "
-            "DEEPINFER_ACCELERATOR=cpu"
+            "batch_invariant is set, and these operations do not promise that a row's bits are independent of the "
+            f"other rows: {named}; set it to False, or DEEPINFER_ACCELERATOR=cpu"
         )
 
 
@@ -274,7 +263,7 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, 
     block_bytes = kv_bytes_per_token(model, form) * BLOCK_TOKENS
     given = config.cache.num_blocks
     if given is not None:
-        most = _total_bytes(choice.device)  # a CPU hands out more than it has, and ends the process when that is used
+        most = total_bytes(choice.device)  # a CPU hands out more than it has, and ends the process when that is used
         if given * block_bytes > most:
             raise CapacityError(
                 f"num_blocks is {given}: {given * block_bytes / 1e9:.2f} GB, more than the {most / 1e9:.2f} GB of this "
@@ -291,22 +280,6 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, choice: KernelChoice, 
     return min(wanted, fitting)
 
 
-def _total_bytes(device: str) -> int:
-    if device == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(torch.get_device_module(device).mem_get_info()[1])
-
-
-def _available_host_bytes() -> int:
-    """What programs can still get: free memory and what the page cache would give back."""
-    with suppress(OSError):  # not Linux
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _free_bytes(device: str) -> int:
-    if device == "cpu":
-        return min(_CPU_CACHE_BYTES, _available_host_bytes())
-    return int(torch.get_device_module(device).mem_get_info()[0])
+    free = available_bytes(device)
+    return min(_CPU_CACHE_BYTES, free) if device == "cpu" else free

@@ -1,8 +1,8 @@
 """One rank as a process: `python -m deepinfer_core.runtime.rank_main --channel FD`, started by `parallel.workers`.
 
-    settings from the front end ─► meet the other ranks ─► load this rank's part ─► serve
+    settings from the front end ─► preflight with the other ranks ─► join them ─► load this rank's part ─► serve
 
-Also run as a thread beside the front end where a launcher made the processes (`runtime.ranks`).
+`serve_rank` alone is what the process of a launcher does on every rank but 0 (`runtime/start.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-from deepinfer_core.config.engine import EngineConfig, all_settings
+from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.kernels.registry import choose_provider
 from deepinfer_core.parallel.channel import Channel, Inbox
@@ -25,8 +24,9 @@ from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.assembly import assemble_engine
 from deepinfer_core.runtime.rank_engine import RankEngine
 from deepinfer_core.runtime.rank_messages import Failed, Start, decode_command, encode
+from deepinfer_core.runtime.rank_preflight import check_before_loading
 
-__all__ = ["flat_settings", "main", "serve_rank"]
+__all__ = ["main", "serve_rank"]
 
 _START_S = 300.0
 
@@ -49,6 +49,7 @@ def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
         device = _device(config, meeting)
         parallel = config.parallel
         store = meeting.connect(parallel.start_deadline_s)
+        check_before_loading(config, store, meeting, device)
         topology = parallel.topology(meeting.local_world_size)
         with World(store, meeting.rank, topology, device, parallel.collective_deadline_s) as world:
             engine = assemble_engine(config, world)
@@ -66,13 +67,6 @@ def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
     finally:
         inbox.close()
     return 0
-
-
-def flat_settings(config: EngineConfig) -> dict[str, Any]:
-    """Every setting by its flat name, as `Start` carries them."""
-    owners = {"": config, **{name: getattr(config, name) for name in ("scheduler", "cache", "speculation")}}
-    owners |= {name: getattr(config, name) for name in ("parallel", "experts")}
-    return {name: getattr(owners[setting.part], name) for name, setting in all_settings().items()}
 
 
 def _settings(inbox: Inbox, rank: int) -> EngineConfig:

@@ -8,7 +8,7 @@ more, torchrun launched us     the process of rank 0 is the front end and starts
 
 from __future__ import annotations
 
-from deepinfer_core.config.engine import EngineConfig
+from deepinfer_core.config.engine import EngineConfig, flat_settings
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.parallel.channel import Inbox
 from deepinfer_core.parallel.launch import Rendezvous
@@ -16,7 +16,7 @@ from deepinfer_core.parallel.launched import join_front_end, launched_ranks
 from deepinfer_core.parallel.workers import Workers
 from deepinfer_core.runtime.assembly import assemble_engine
 from deepinfer_core.runtime.front_end import FrontEnd
-from deepinfer_core.runtime.rank_main import flat_settings, serve_rank
+from deepinfer_core.runtime.rank_main import serve_rank
 from deepinfer_core.runtime.running import RunningEngine
 
 __all__ = ["start_engine"]

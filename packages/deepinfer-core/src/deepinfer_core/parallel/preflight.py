@@ -76,7 +76,7 @@ def local_report(
         device_name=name,
         versions={
             "deepinfer-core": __version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "Python": platform.python_version(),
         },
         settings=settings,

@@ -37,6 +37,7 @@ OFFERED = frozenset(
         "run_experts",
         "shared_expert",
         "combine_experts",
+        "engram_gate",
         "markov_step",
     )
 )

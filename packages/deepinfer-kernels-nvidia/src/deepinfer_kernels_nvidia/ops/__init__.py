@@ -9,6 +9,7 @@ from deepinfer_kernels_nvidia.ops.attention import attend, plan_keys
 from deepinfer_kernels_nvidia.ops.cache_write import round_index, write_entries, write_index_keys, write_window
 from deepinfer_kernels_nvidia.ops.copy_rows import copy_rows
 from deepinfer_kernels_nvidia.ops.dspark import markov_step
+from deepinfer_kernels_nvidia.ops.engram import engram_gate
 from deepinfer_kernels_nvidia.ops.experts import combine_experts, plan_experts, run_experts, shared_expert
 from deepinfer_kernels_nvidia.ops.indexer import index_scores, plan_index
 from deepinfer_kernels_nvidia.ops.linear import grouped_linear, head_logits, linear
@@ -46,5 +47,6 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "run_experts": run_experts,
     "shared_expert": shared_expert,
     "combine_experts": combine_experts,
+    "engram_gate": engram_gate,
     "markov_step": markov_step,
 }

@@ -14,6 +14,7 @@ from tests.core.parallel.in_process import on_ranks
 notices = st.builds(
     Notice,
     num_rows=st.sampled_from([0, 0, 3, 100]),
+    fixed_rows=st.sampled_from([0, 2]),
     runs_decoder=st.booleans(),
     drafts=st.booleans(),
     has_work=st.booleans(),
@@ -31,6 +32,7 @@ def test_all_ranks_agree_on_the_same(given_notices: list[Notice]) -> None:
     want = Agreement(
         step=0,
         most_rows=max(one.num_rows for one in given_notices),
+        most_fixed_rows=max(one.fixed_rows for one in given_notices),
         runs_decoder=any(one.runs_decoder for one in given_notices),
         drafts=any(one.drafts for one in given_notices),
         pauses=idle,

@@ -3,11 +3,12 @@
     rank 0   | notice: 12 rows | Engram | layer 0 .. | draft stages |        | verdict | next step
     rank 1   | notice:  3 rows | Engram | layer 0 .. | (serves)     | sample | verdict |
     rank 2   | notice: no rows | (serves the rows of the others, layer by layer)       |         a dummy step
-             all_gather, 56 bytes                                               all_gather, 1 byte
+             all_gather, 64 bytes                                               all_gather, 1 byte
 
-Which collectives a step has and how many rows it is padded to follow from all notices, so from the same numbers on
-every rank, and never from what one rank alone knows, such as how many drafts it verifies. A rank whose step fails plays
-its part to the end without rows of its own; then the step counts on no rank, and all compute their requests again.
+Which collectives a step has, how many rows it is padded to and up to how many rows drafts are free in the next one
+follow from all notices, so from the same numbers on every rank, and never from what one rank alone knows. A rank whose
+step fails plays its part to the end without rows of its own; then the step counts on no rank, and all compute their
+requests again.
 
 When nobody has work the ranks pause, all at the same step. A pause holds only if all of them have seen the same
 commands: the front end numbers its commands across all ranks (`epoch`), so a rank that has not yet read that somebody
@@ -31,6 +32,7 @@ class Notice(NamedTuple):
     """What a rank says of the step that it is about to run. All zero but the epoch: a dummy step."""
 
     num_rows: int = 0
+    fixed_rows: int = 0  # those of them that are no drafts
     runs_decoder: bool = False  # rows go through the decoder half of the layers
     drafts: bool = False  # something will be proposed
     has_work: bool = False  # requests are open, whether or not they have rows in this step
@@ -40,15 +42,16 @@ class Notice(NamedTuple):
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Notice:
         """As integers they travel."""
-        num_rows, runs_decoder, drafts, has_work, is_closing, epoch = numbers
-        return cls(num_rows, bool(runs_decoder), bool(drafts), bool(has_work), bool(is_closing), epoch)
+        num_rows, fixed_rows, runs_decoder, drafts, has_work, is_closing, epoch = numbers
+        return cls(num_rows, fixed_rows, bool(runs_decoder), bool(drafts), bool(has_work), bool(is_closing), epoch)
 
 
 class Agreement(NamedTuple):
     """The same on all ranks."""
 
     step: int
-    most_rows: int  # of any rank
+    most_rows: int  # of any rank: what all pad to
+    most_fixed_rows: int  # of any rank, drafts apart: up to so many, rows cost no rank any time
     runs_decoder: bool  # of some rank
     drafts: bool
     pauses: bool  # nobody has work, and nobody has seen a command that another has not
@@ -81,6 +84,7 @@ class Lockstep:
         return Agreement(
             step=step,
             most_rows=max(one.num_rows for one in notices),
+            most_fixed_rows=max(one.fixed_rows for one in notices),
             runs_decoder=any(one.runs_decoder for one in notices),
             drafts=any(one.drafts for one in notices),
             pauses=idle,

@@ -176,6 +176,7 @@ class RankEngine:
         """A step, if there is one; if not, one of the others without rows from here, or a pause with them."""
         loop, together = self._engine.loop, self._together
         num_launched, num_steps = loop.num_launched, 0 if together is None else together.lockstep.num_steps
+        self._share_rows()
         self._report(loop.step())
         if together is None:
             self._is_paused = not self._has_work
@@ -187,6 +188,12 @@ class RankEngine:
             return
         notice = Notice(has_work=self._has_work, is_closing=self._is_closing, epoch=self._epoch)
         self._agree(lambda: together.join(notice))
+
+    def _share_rows(self) -> None:
+        """Plan the drafts with what the ranks agreed on last: some rank has so many rows without any."""
+        cost = self._engine.scheduler.speculation.cost
+        if cost is not None and self._together is not None and self._together.agreed is not None:
+            cost.shared_rows = self._together.agreed.most_fixed_rows
 
     def _follow(self) -> None:
         """The step of this rank's leader, whatever it is."""

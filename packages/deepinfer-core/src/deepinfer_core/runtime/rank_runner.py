@@ -27,7 +27,7 @@ from deepinfer_core.parallel.owned import SharedEngram
 from deepinfer_core.runtime.pending import PendingResult
 from deepinfer_core.runtime.plan_codec import decode_plan, encode_plan
 from deepinfer_core.runtime.runner import Runner
-from deepinfer_core.scheduling.plan import Admission, StepPlan, TokenSource
+from deepinfer_core.scheduling.plan import Admission, RowKind, StepPlan, TokenSource
 
 __all__ = ["RankRunner"]
 
@@ -133,6 +133,7 @@ class RankRunner(Runner):
         has_no_half = self.model_config.decoder_start >= self.model_config.num_hidden_layers
         return Notice(
             num_rows=plan.num_rows,
+            fixed_rows=plan.num_rows - int(np.count_nonzero(plan.row_kind == RowKind.DRAFT)),
             runs_decoder=has_no_half or self.config.mask_decoder or bool(kept.any()),
             drafts=self.drafter is not None and bool(plan.segment_num_drafts.any()),
             has_work=True,

@@ -24,7 +24,7 @@ __all__ = ["EngramTable"]
 class EngramTable:
     """Rows `first_row .. first_row + len(codes) - 1` of a table of `num_rows`."""
 
-    codes: Tensor  # [R, W] uint8, bits of float8_e4m3fn
+    codes: Tensor  # [R, W] uint8, bits of float8_e4m3fn; on a CUDA device perhaps host memory (mapped_memory.py)
     scales: Tensor  # [R, W / 32] uint8, bits of float8_e8m0fnu
     num_rows: int
     first_row: int

@@ -28,6 +28,7 @@ from deepinfer_core.checkpoint.engram_store import EngramTable
 from deepinfer_core.checkpoint.fingerprint import weights_fingerprint
 from deepinfer_core.checkpoint.folder import Checkpoint, open_checkpoint
 from deepinfer_core.checkpoint.manifest import TensorSpec
+from deepinfer_core.checkpoint.mapped_memory import on_cuda_in_place
 from deepinfer_core.checkpoint.reading import CheckpointReader
 from deepinfer_core.checkpoint.token_classes import load_token_classes
 from deepinfer_core.checkpoint.weights import (
@@ -270,7 +271,9 @@ class _Source:
         if self.selection.engram_storage == "disk":
             return self.reader.map_rows(name, rows)
         stored = self.reader.read(name, rows).view(torch.uint8)
-        return stored.to(self.device) if self.selection.engram_storage == "device" else stored
+        if self.selection.engram_storage == "device":
+            return stored.to(self.device)
+        return on_cuda_in_place(stored.contiguous(), self.device) if self.device.type == "cuda" else stored
 
 
 def _require_finite(name: str, values: Tensor) -> None:

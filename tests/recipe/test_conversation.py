@@ -157,6 +157,11 @@ def test_lists_are_copied() -> None:
             lambda: conversation_from_json({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}),
             ValueError,
         ),
+        (
+            lambda: conversation_from_json({"messages": [{"role": "user", "image_sources": [{"kind": []}]}]}),
+            ValueError,
+        ),
+        (lambda: conversation_from_json({"messages": [{"role": {}}]}), ValueError),
         (lambda: conversation_from_json({"tools": [5]}), ValueError),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import deepseek_recipe as recipe
-from deepseek_recipe.schema.check import SchemaError
+from deepseek_recipe.schema.limits import SchemaError
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -146,6 +146,16 @@ def test_a_hostile_text_is_refused_in_bounded_time(text: bytes) -> None:
     assert time.process_time() - start_s < 5
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("read", [loads, loads_body])
+@pytest.mark.parametrize("num_digits", [310, 400, 4_299, 4_301, 100_000])
+def test_an_integer_beyond_the_doubles_is_refused(read: Any, num_digits: int) -> None:
+    for before in ("", " " * 17, "[[0, " * 7):
+        with pytest.raises(JsonTextError, match="range"):
+            read(f"{before}{'9' * num_digits}{']]' * before.count('[[')}")
+    assert read(json.dumps("9" * num_digits)) == "9" * num_digits
+
+
 def test_a_million_keys_are_read() -> None:
     text = "{" + ",".join(f'"{number}":{number}' for number in range(1_000_000)) + "}"
     assert len(loads_body(text)) == 1_000_000

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deepseek_recipe as recipe
+from tests.recipe.vectors import load_cases
 
 MODEL = "DeepSeek-V4.1-Flash"
 HI = [{"role": "user", "content": "hi"}]
@@ -54,6 +59,77 @@ def responses(options: recipe.ConversionOptions = STRICT, **fields: Any) -> reci
 def test_a_bad_shape_names_the_path_the_rule_and_the_value(body: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"^invalid request body: {text}"):
         recipe.ChatCompletionRequest(body)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("request_type", "body", "text"),
+    [
+        (0, {"messages": [{"role": "zz"}]}, r'messages\[0\]\.role: "zz" is not one of assistant, .*, tool, user'),
+        (0, {"messages": [{"content": "a"}]}, r"field `role` \(one of assistant, "),
+        (0, {"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "one of file, image_url, text"),
+        (0, {"messages": [], "reasoning_effort": "x"}, 'reasoning_effort: "x" is not one of high, low, max'),
+        (0, {"messages": [], "tool_choice": {"type": []}}, "tool_choice.type: .* is not one of function"),
+        (1, {"input": [{"role": "zz", "content": ""}]}, r"input\[0\]\.role: .* assistant, developer, system, user"),
+        (1, {"reasoning": {"effort": "x"}}, "reasoning.effort: .* ultra, xhigh"),
+        (2, {"max_tokens": 1, "messages": [{"role": "system!", "content": ""}]}, "assistant, system, user"),
+        (2, {"max_tokens": 1, "messages": [], "thinking": {"type": 5}}, "thinking.type: 5 .* adaptive, disabled"),
+    ],
+)
+def test_where_only_some_words_may_stand_they_are_named(request_type: int, body: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        REQUESTS[request_type](json.dumps({"model": "m", **body}))
+
+
+@pytest.mark.bad_input
+def test_errors_show_little_of_what_was_sent() -> None:
+    long = "é" * 10_000
+    calls = [{"id": f"{long}{n}", "type": "function", "function": {"name": "f", "arguments": ""}} for n in range(9)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": long}}}
+    bodies: list[dict[str, Any]] = [
+        {"messages": long},
+        {"messages": HI, "model": long},
+        {"messages": [{"role": long}]},
+        {"messages": [*HI, {"role": "tool", "tool_call_id": long, "content": ""}]},
+        {"messages": [*HI, {"role": "assistant", "tool_calls": calls}]},
+        {"messages": HI, "tools": [tool]},
+        {"messages": HI, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": long}}},
+        {"messages": HI, "top_k": [long]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"data:{long}"}}]}]},
+    ]
+    for body in bodies:
+        with pytest.raises((ValueError, recipe.ConversionError)) as caught:
+            recipe.ChatCompletionRequest({"model": MODEL, **body}, dialect="extended").convert(EXTENDED)
+        assert len(str(caught.value)) < 900
+
+
+@pytest.mark.bad_input
+def test_all_schemas_of_a_request_share_one_limit_of_time() -> None:
+    options = recipe.ConversionOptions(schema_time_limit_s=0.0)
+    parameters = {"type": "object", "properties": {"only here": {"type": "string"}}}
+    for convert, tool in (
+        (chat, {"type": "function", "function": {"name": "f", "parameters": parameters}}),
+        (messages, {"name": "f", "input_schema": parameters}),
+    ):
+        with pytest.raises(recipe.ConversionError, match=r"tools\[0\].*limit of 0 s"):
+            convert(options, tools=[tool])
+    for seconds in (-1.0, float("nan"), 1e9):
+        with pytest.raises(OverflowError, match="schema_time_limit_s"):
+            recipe.ConversionOptions(schema_time_limit_s=seconds)
+
+
+@pytest.mark.bad_input
+def test_namespaces_cannot_make_a_request_grow() -> None:
+    def tool(name: str, description: str, count: int) -> dict[str, Any]:
+        inner = [{"type": "function", "name": f"f{number}"} for number in range(count)]
+        return {"type": "namespace", "name": name, "description": description, "tools": inner}
+
+    with pytest.raises(recipe.ConversionError, match="repeated for every tool"):
+        responses(tools=[tool("a", "x" * 1_000_000, 100)])
+    start_s = time.process_time()
+    alike = responses(tools=[tool("a", "", 1) for _ in range(5_000)])
+    assert [t.name for t in alike.conversation.tools[:3]] == ["a::f0", "a::f0_1", "a::f0_2"]
+    assert time.process_time() - start_s < 5
 
 
 @pytest.mark.bad_input
@@ -344,3 +420,53 @@ def test_a_token_limit_out_of_range_is_named_as_it_was_given(field: str) -> None
     body = {"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "a"}], field: 10**9}
     with pytest.raises(recipe.ConversionError, match=rf"^{field}: 1000000000 is outside"):
         recipe.ChatCompletionRequest(body, dialect="extended").convert(recipe.ConversionOptions())
+
+
+ODD_VALUES: list[Any] = [
+    None, True, -1, 1.5, 10**25, "", "x" * 5_000, "\0", [], {}, [[]], [{}], {"type": []},
+    [{"type": {}}], {"a" * 3_000: 1},
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value inside a JSON value."""
+    yield path
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, member in members:
+        yield from places(member, (*path, step))
+
+
+def replaced(value: Any, path: tuple[Any, ...], by: Any) -> Any:
+    """A JSON value with another value at `path`."""
+    if not path:
+        return by
+    changed = copy.copy(value)
+    changed[path[0]] = replaced(value[path[0]], path[1:], by)
+    return changed
+
+
+def refusal(request_type: Any, body: str, options: recipe.ConversionOptions) -> str:
+    """The text of the documented error that a body meets on its way to a prompt; empty where it meets none."""
+    try:
+        converted = request_type(body, dialect=options.dialect).convert(options)
+    except recipe.ConversionError as error:
+        return str(error)
+    except ValueError as error:
+        if not str(error).startswith(("invalid JSON request: ", "invalid request body: ")):
+            raise
+        return str(error)
+    recipe.encoding_for(converted.model_version).render_conversation(converted.conversation)
+    return ""
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("group", "request_type"), [*zip(("chat", "responses", "messages"), REQUESTS, strict=True)])
+def test_an_odd_value_in_any_place_gives_a_documented_and_short_error(group: str, request_type: Any) -> None:
+    rng = random.Random(5)
+    cases = load_cases(f"convert_{group}")
+    bodies = [case["input"]["body"] for case in cases if isinstance(case["input"].get("body"), dict)]
+    for body in bodies:
+        options = rng.choice([STRICT, EXTENDED])
+        changed = json.dumps(replaced(body, rng.choice([*places(body)]), rng.choice(ODD_VALUES)))
+        error = refusal(request_type, changed, options)
+        assert len(error) < 900, error

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepseek_recipe.schema.check import MAX_NODES, SchemaError, check_schema
+from deepseek_recipe.schema.check import check_schema
 from deepseek_recipe.schema.ecma_regex import check_pattern
+from deepseek_recipe.schema.limits import MAX_NODES, SchemaError, TimeLimit
 from deepseek_recipe.schema.strict import strict_parameters, strict_schema
 
 DRAFTS = {
@@ -130,15 +131,27 @@ def test_self_contained_schemas_are_accepted(schema: Any) -> None:
 @pytest.mark.parametrize(
     "pattern",
     ["(", ")", "[", "[b-a]", "[\\d-z]", "*", "a**", "a{2,1}", "{", "[^]", "\\1", "\\0", "\\", "\\q",
-     "(?<a>x)(?<a>y)", "|*", "(?<=a)*", "\\x1", "\\u12", "(" * 300 + ")" * 300, "a" * 70_000],
+     "(?<a>x)(?<a>y)", "|*", "(?<=a)*", "\\x1", "\\u12", "\\" + "1" * 5_000, "a{" + "1" * 5_000 + "}",
+     "\\u{110000}", "\\uD800",
+     "[\\U{DFFF}]", "\\p{Foo}", "[\\pX]", "a{300001}", "((a{1,999}b){999}){2}",
+     "(" * 300 + ")" * 300, "a" * 70_000],
 )  # fmt: skip
 def test_bad_patterns_are_explained(pattern: str) -> None:
     assert check_pattern(pattern)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    ["a{300000}", "a{ 2 , 3 }", "(a{500}){500}", "a{0,}b{0}", "\\x{41}\\U00000041\\U{41}[\\u{0000041}-z]",
+     "\\p{Greek}\\p{L}\\P{Lu}[\\p{Script=Latin}]", "(?iR)a(?u:b)"],
+)  # fmt: skip
+def test_good_patterns_are_accepted(pattern: str) -> None:
+    assert check_pattern(pattern) is None
+
+
 def test_checking_a_pattern_never_runs_it() -> None:
     start_s = time.process_time()
-    assert check_pattern("(a+)+" * 5_000 + "(x{1,9999}){1,9999}" * 1_000) is None
+    assert check_pattern("(a+)+" * 5_000 + "(x{1,9}){1,9}" * 1_000) is None
     assert time.process_time() - start_s < 2
 
 
@@ -149,6 +162,78 @@ def test_a_schema_has_a_bounded_number_of_parts() -> None:
     with pytest.raises(SchemaError, match=str(MAX_NODES)):
         check_schema(schema)
     assert time.process_time() - start_s < 5
+
+
+class Clock:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("check", "schema"),
+    [
+        (check_schema, {"properties": {str(number): {} for number in range(12)}}),
+        (check_schema, {"$ref": "#", "allOf": [{"$ref": "#"}] * 5}),
+        (check_schema, {"patternProperties": dict.fromkeys(map(str, range(12)), True)}),
+        (strict_schema, {"type": "object", "properties": {str(number): {"type": "null"} for number in range(12)}}),
+    ],
+    ids=["nodes", "references", "patterns", "strict"],
+)
+def test_a_check_ends_in_time(check: Any, schema: Any) -> None:
+    with pytest.raises(SchemaError, match=r"limit of 10 s .* ConversionOptions\(schema_time_limit_s"):
+        check(schema, TimeLimit(10.0, Clock()))
+    check(schema, TimeLimit(100.0, Clock()))
+
+
+@pytest.mark.bad_input
+def test_long_base_addresses_do_not_make_a_check_slow() -> None:
+    properties = {f"p{number}": {"$ref": "#/properties/p1"} for number in range(90_000)}
+    start_s = time.monotonic()
+    with pytest.raises(SchemaError, match=r"limit of 0\.2 s"):
+        check_schema({"$id": f"http://a/{'x' * 100_000}/", "properties": properties}, TimeLimit(0.2))
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "http://["},
+        {"$id": "http://["},
+        {"$id": "a b"},
+        {"$id": "1:x"},
+        {"$id": "http://a:b/"},
+        {"$ref": "#/$defs/a b", "$defs": {"a b": {}}},
+        {"$ref": "#/$defs/a%2", "$defs": {"a%2": {}}},
+        {"$ref": "#/anyOf/" + "1" * 5_000, "anyOf": [{}]},
+        {"$ref": "#/x", "x": {"type": 5}},
+        {"minimum": float("nan")},
+    ],
+)
+def test_what_no_reader_can_follow_is_a_schema_error(schema: Any) -> None:
+    with pytest.raises(SchemaError):
+        check_schema(schema)
+
+
+def test_what_a_reference_points_at_is_a_schema_wherever_it_stands() -> None:
+    check_schema({"$ref": "#/x/y", "x": {"y": {"type": "string"}}})
+    check_schema({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}})
+
+
+@pytest.mark.bad_input
+def test_errors_show_little_of_what_was_sent() -> None:
+    long = "x" * 10_000
+    for schema in ({"type": long}, {"$ref": long}, {"properties": {long: {"type": 5}}}, {"$schema": long}, [long]):
+        with pytest.raises(SchemaError, match=r"…, 10[0-9]{3} characters") as caught:
+            check_schema(schema)
+        assert len(str(caught.value)) < 700
 
 
 # ---- strict ----------------------------------------------------------------------------------------------------------

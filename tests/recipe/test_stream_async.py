@@ -230,6 +230,20 @@ def test_an_error_in_mid_stream_has_the_form_of_its_api(response_class: Any, exp
     assert SseWriter(response_class).error("no") == expected
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\u2028b"])
+def test_a_writer_never_writes_a_line_that_an_event_brings(name: str) -> None:
+    class Forged(recipe.MessagesResponse):
+        @classmethod
+        def sse_event_name(cls, chunk: Any) -> str:
+            return name
+
+    with pytest.raises(ValueError, match="printable"):
+        SseWriter(Forged).event(recipe.MessagesStreamEvent.from_dict({"type": "ping"}))
+    lines = SseWriter(recipe.ChatCompletionResponse).error(name, kind=name).decode().split("\n")
+    assert (len(lines), lines[1:]) == (3, ["", ""])
+
+
 async def _consume(events: AsyncStreamProcessor) -> list[Any]:
     return [event async for event in events]
 

@@ -77,6 +77,27 @@ def test_events_survive_json_and_accumulate_alike(api: int) -> None:
     assert one.to_json() == other.to_json()
 
 
+def test_the_answers_to_one_request_have_indices_and_make_one_response() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "hi"}], "n": 2, "tools": tools}
+    request = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions(dialect="extended"))
+    response = recipe.ChatCompletionResponse("id", "m", 0, 0, 0)
+    for index, text in reversed([*enumerate([TEXT, "b</think>c"])]):
+        generator = recipe.ChatCompletionRequest.chunk_generator(request, "id", "m", choice_index=index)
+        processor = recipe.StreamProcessor(generator, request.parsing_options)
+        usage = recipe.PromptUsage(prompt_tokens=7)
+        chunks = [Chunk.ready(prompt_usage=usage), Chunk.text(text, 5), Chunk.finish(recipe.InferenceFinishReason.Stop)]
+        for event in [event for chunk in chunks for event in processor.push(chunk)]:
+            assert [choice["index"] for choice in event.to_dict()["choices"]] == [index]
+            response.accumulate(event)
+    whole = response.to_dict()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert whole["choices"][0]["message"]["tool_calls"][0]["index"] == 0
+    assert whole["choices"][1]["message"]["content"] == "c"
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["tool_calls", "stop"]
+    assert (whole["usage"]["completion_tokens"], whole["usage"]["total_tokens"]) == (10, 17)
+
+
 @API_INDEX
 def test_an_accumulated_event_is_consumed(api: int) -> None:
     event = events_of(api, "a")[0]
@@ -301,6 +322,12 @@ def test_options_survive_their_dictionary() -> None:
         (lambda: recipe.MessagesResponse("a", "b", -1, 0, 0), OverflowError),
         (lambda: recipe.MessagesStreamEvent.from_json("[]"), ValueError),
         (lambda: recipe.MessagesStreamEvent.from_json("{"), ValueError),
+        (lambda: recipe.MessagesStreamEvent.from_json('{"type": "a\\ndata: forged"}'), ValueError),
+        (lambda: recipe.MessagesStreamEvent.from_dict({"type": "a\rb"}), ValueError),
+        (lambda: recipe.MessagesStreamEvent.from_dict({"type": 5}), ValueError),
+        (lambda: recipe.MessagesStreamEvent.from_dict({"index": float("nan")}), ValueError),
+        (lambda: recipe.ChatCompletionChunkGenerator("a", "b", True, choice_index=-1), OverflowError),
+        (lambda: recipe.ChatCompletionChunkGenerator("a", "b", True, choice_index=True), TypeError),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, error: type[Exception]) -> None:

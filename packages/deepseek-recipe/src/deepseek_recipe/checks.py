@@ -1,4 +1,4 @@
-"""Type checks of constructor arguments: a wrong type is a `TypeError` that names the argument."""
+"""Type checks of constructor arguments (a wrong type is a `TypeError` that names it), and values in error texts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,33 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 __all__ = [
+    "clipped",
     "quoted",
     "require_bool",
     "require_bytes",
     "require_instance",
     "require_int_in",
     "require_list",
+    "require_number_in",
     "require_str",
+    "shown",
 ]
 
 T = TypeVar("T")
+_SHOWN_CHARS = 200
+
+
+def clipped(text: str) -> str:
+    """What an error text shows of a text that others wrote."""
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…, {len(text)} characters"
+
+
+def shown(value: object) -> str:
+    """What an error text shows of a value that others sent."""
+    try:
+        return clipped(repr(value))
+    except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
 
 
 def quoted(text: str) -> str:
@@ -61,7 +78,15 @@ def require_int_in(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong_type(name, value, "an int")
     if not low <= value <= high:
-        raise OverflowError(f"argument {name!r} is {value}; it must be in [{low}, {high}]")
+        raise OverflowError(f"argument {name!r} is {shown(value)}; it must be in [{low}, {high}]")
+
+
+def require_number_in(name: str, value: object, low: float, high: float) -> None:
+    """Refuses anything but a number in [low, high]: `OverflowError` outside the range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _wrong_type(name, value, "a number")
+    if not low <= value <= high:  # NaN is in no range
+        raise OverflowError(f"argument {name!r} is {value}; it must be in [{low:g}, {high:g}]")
 
 
 def require_list(name: str, value: Any, kind: type[T]) -> list[T]:

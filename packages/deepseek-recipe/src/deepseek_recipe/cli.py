@@ -20,6 +20,7 @@ from typing import Any
 
 from deepseek_recipe import __version__
 from deepseek_recipe.bundled_tokenizers import load_v4_tokenizer, load_v41_stand_in_tokenizer
+from deepseek_recipe.checks import shown
 from deepseek_recipe.conversation_json import conversation_from_json
 from deepseek_recipe.encodings import encoding_for
 from deepseek_recipe.enums import InferenceFinishReason, ModelVersion
@@ -217,7 +218,7 @@ def _version_of(converted: dict[str, Any]) -> ModelVersion:
     """The version that `convert` wrote beside the conversation."""
     name = converted.get("model_version", ModelVersion.DeepseekV41Flash.name)
     if name not in ModelVersion.__members__:
-        raise _DataError(f"unknown model_version {name!r}; the versions are {', '.join(ModelVersion.__members__)}")
+        raise _DataError(f"unknown model_version {shown(name)}; the versions are {', '.join(ModelVersion.__members__)}")
     return ModelVersion[name]
 
 

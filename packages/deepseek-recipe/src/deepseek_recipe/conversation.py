@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec.structs import force_setattr
 
-from deepseek_recipe.checks import quoted, require_bool, require_list, require_str
+from deepseek_recipe.checks import quoted, require_bool, require_list, require_str, shown
 from deepseek_recipe.images.sources import ImageSource
 from deepseek_recipe.json_text import json_value
 
@@ -298,4 +298,4 @@ class Conversation(_Settings, frozen=True):
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     require_str(name, value)
     if value not in allowed:
-        raise ValueError(f"invalid {name} {value!r}; expected one of {', '.join(allowed)}")
+        raise ValueError(f"invalid {name} {shown(value)}; expected one of {', '.join(allowed)}")

@@ -11,6 +11,7 @@ import base64
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from deepseek_recipe.checks import clipped, shown
 from deepseek_recipe.conversation import (
     AssistantMessage,
     Conversation,
@@ -51,7 +52,7 @@ def conversation_from_json(value: dict[str, Any]) -> Conversation:
     """
     known = set(Conversation.__struct_fields__)
     if unknown := set(value) - known:
-        raise ValueError(f"unknown properties of a conversation: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown properties of a conversation: {clipped(', '.join(sorted(unknown)))}")
     given = {k: v for k, v in value.items() if v is not None and k not in ("messages", "tools")}
     if given.get("response_format") in ("json_schema", "regex"):
         del given["response_format"]  # it follows from the schema or the regex
@@ -126,7 +127,9 @@ def _message_from_json(value: dict[str, Any]) -> Message:
         calls = _objects(value, "tool_calls")
         calls = None if calls is None else [_built(ToolCall, call) for call in calls]
         return AssistantMessage(content, value.get("reasoning_content"), calls, bool(value.get("prefix")))
-    raise ValueError(f"unknown role {role!r} of a message")
+    raise ValueError(
+        f"unknown role {shown(role)} of a message; the roles are system, user, assistant, tool and latest_reminder"
+    )
 
 
 def _source_to_json(source: ImageSource) -> dict[str, Any]:
@@ -144,8 +147,8 @@ def _source_from_json(value: dict[str, Any]) -> ImageSource:
     }
     fields = dict(value)
     kind = fields.pop("kind", None)
-    if kind not in kinds:
-        raise ValueError(f"unknown kind {kind!r} of an image source")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"unknown kind {shown(kind)} of an image source; the kinds are {', '.join(kinds)}")
     return _built(kinds[kind], fields)
 
 

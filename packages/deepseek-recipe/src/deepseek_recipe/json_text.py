@@ -52,9 +52,9 @@ _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
 _MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
 _LONG_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # a set first is what `re` looks for fast
-_DECIMAL_WRITTEN = re.compile(
-    r"[0-9](?:\.[0-9]|e|[0-9]{18})"
-)  # what may be a number that msgspec writes in its own way
+_HUGE_INTEGER = re.compile(rb"[0-9][0-9]{308}")
+_SAMPLED_DIGITS = re.compile(rb"[0-9]{6}")
+_DECIMAL_WRITTEN = re.compile(r"[0-9](?:\.[0-9]|e|[0-9]{18})")  # perhaps a number that msgspec writes otherwise
 _LONG_INTEGER_WRITTEN = re.compile("[0-9][0-9]{18}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -85,13 +85,13 @@ def loads(text: str | bytes) -> Any:
 
 
 def loads_body(text: str | bytes) -> Any:
-    """As `loads`, at the speed that request bodies need: integers stay integers however long.
+    """As `loads`, at the speed that request bodies need: integers in the range of a double stay integers.
 
     A reader checks the range of every integer field, and passes free JSON values through `json_value`.
     """
     data = _utf8(text)
     value = _loads_fast(data)
-    return _loads_exact(data) if _has_minus_zero(data) else value
+    return _loads_exact(data) if _has_minus_zero(data) or _has_huge_integer(data) else value
 
 
 def compact(value: Any) -> str:
@@ -233,6 +233,11 @@ def _has_minus_zero(data: bytes) -> bool:
         if before < 0 or data[before] in b":[,":
             return True
     return False
+
+
+def _has_huge_integer(data: bytes) -> bool:
+    """Whether a number may have more digits than a double has range, which a look at every 50th byte tells."""
+    return _SAMPLED_DIGITS.search(data[::50]) is not None and _HUGE_INTEGER.search(data) is not None
 
 
 def _explained(message: str, data: bytes) -> str:

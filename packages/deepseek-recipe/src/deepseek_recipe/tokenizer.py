@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from deepseek_recipe.checks import require_int_in, require_str
+from deepseek_recipe.checks import require_int_in, require_str, shown
 from deepseek_recipe.json_text import is_object
 from deepseek_recipe.pretokenize import Pretokenizer, matches_pretokenizer
 from deepseek_recipe.rendering.prompt import RenderedPrompt
@@ -118,14 +118,14 @@ class Tokenizer:
                     ids += next(encoded)
             return ids
         except KeyError as error:
-            raise RuntimeError(f"the tokenizer has no special token {error.args[0]!r}") from None
+            raise RuntimeError(f"the tokenizer has no special token {shown(error.args[0])}") from None
 
     def special_token_id(self, spelling: str) -> int:
         """The id of a special token. RuntimeError when the added vocabulary lacks it."""
         try:
             return self._ids_by_spelling[spelling]
         except KeyError:
-            raise RuntimeError(f"the tokenizer has no special token {spelling!r}") from None
+            raise RuntimeError(f"the tokenizer has no special token {shown(spelling)}") from None
 
     @property
     def image_token_id(self) -> int:
@@ -189,7 +189,7 @@ def _piece_bytes(spec: dict[str, Any]) -> list[int]:
         return []
     largest = max(vocabulary.values())
     if not isinstance(largest, int) or largest > _MAX_TOKEN_ID:
-        raise RuntimeError(f"not a tokenizer.json: the token id {largest!r} is beyond {_MAX_TOKEN_ID}")
+        raise RuntimeError(f"not a tokenizer.json: the token id {shown(largest)} is beyond {_MAX_TOKEN_ID}")
     sizes = [0] * (largest + 1)
     for spelling, token_id in vocabulary.items():
         sizes[token_id] = len(spelling)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from deepseek_recipe.checks import require_int_in, require_str
+from deepseek_recipe.checks import require_int_in, require_str, shown
 from deepseek_recipe.errors import ImageError
 
 __all__ = ["DestinationFilter", "HttpImageFetcher", "ReqwestImageFetcher"]
@@ -118,7 +118,7 @@ class HttpImageFetcher:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise ImageError(f"cannot resolve {host!r}: {error}", kind="Fetch", is_retryable=True) from None
+            raise ImageError(f"cannot resolve {shown(host)}: {error}", kind="Fetch", is_retryable=True) from None
         addresses = [str(info[4][0]) for info in found]
         for address in addresses:
             if not self._allow_private and not _is_public(address):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deepseek_recipe.checks import require_bytes, require_instance, require_int_in
+from deepseek_recipe.checks import require_bytes, require_instance, require_int_in, shown
 from deepseek_recipe.errors import ImageError
 from deepseek_recipe.images.sizing import image_size
 from deepseek_recipe.images.sources import Detail
@@ -36,7 +36,7 @@ class PreprocessOptions(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.detail not in ("low", "high", "original", "auto"):
-            raise ValueError(f'invalid detail {self.detail!r}; expected "low", "high", "original", or "auto"')
+            raise ValueError(f'invalid detail {shown(self.detail)}; expected "low", "high", "original", or "auto"')
         require_int_in("max_dimension_px", self.max_dimension_px, 0, _MAX_SIDE)
         require_int_in("low_detail_max_dimension_px", self.low_detail_max_dimension_px, 0, _MAX_SIDE)
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from deepseek_recipe.checks import quoted, require_bytes, require_str
+from deepseek_recipe.checks import quoted, require_bytes, require_str, shown
 
 __all__ = ["BytesImageSource", "DataUrlImageSource", "Detail", "ImageSource", "UrlImageSource"]
 
@@ -52,7 +52,7 @@ class _Placed(msgspec.Struct, frozen=True, kw_only=True):
 def _check(detail: object, path: object) -> None:
     require_str("detail", detail)
     if detail not in _DETAILS:
-        raise ValueError(f'invalid detail {detail!r}; expected "low", "high", "original", or "auto"')
+        raise ValueError(f'invalid detail {shown(detail)}; expected "low", "high", "original", or "auto"')
     require_str("path", path)
 
 

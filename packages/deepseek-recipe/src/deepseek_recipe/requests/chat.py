@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepseek_recipe import protocol_data
-from deepseek_recipe.checks import require_instance
+from deepseek_recipe.checks import clipped, require_instance, shown
 from deepseek_recipe.conversation import (
     AssistantMessage,
     Conversation,
@@ -54,6 +54,7 @@ from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions, OutputConstraint
 from deepseek_recipe.requests.wire import TextPart, as_f32
+from deepseek_recipe.schema.limits import TimeLimit
 from deepseek_recipe.streaming.options import ParsingOptions
 from deepseek_recipe.tokens import SpecialToken
 
@@ -85,8 +86,14 @@ class ChatCompletionRequest(ProtocolRequest[wire.ChatBody]):
         return self._consume(options, _convert)
 
     @staticmethod
-    def chunk_generator(request: ConversationRequest, id: str, model: str) -> ChatCompletionChunkGenerator:  # noqa: A002
-        """The generator of the events that answer a converted request."""
+    def chunk_generator(
+        request: ConversationRequest,
+        id: str,  # noqa: A002
+        model: str,
+        *,
+        choice_index: int = 0,
+    ) -> ChatCompletionChunkGenerator:
+        """The generator of the events that answer a converted request; with `n` > 1, of one of its choices."""
         from deepseek_recipe.streaming.chat import ChatCompletionChunkGenerator
 
         require_instance("request", request, ConversationRequest)
@@ -95,6 +102,7 @@ class ChatCompletionRequest(ProtocolRequest[wire.ChatBody]):
             model,
             request.conversation.thinking_mode,
             reports_null_usage=request.include_usage or not request.stream,
+            choice_index=choice_index,
         )
 
 
@@ -108,9 +116,10 @@ def _convert(body: wire.ChatBody, options: ConversionOptions, extended: bool) ->
     messages = _Messages(version, options).convert(body)
     _check_prefix(body)
     choice, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
-    tools = define_tools(specs)
+    limit = TimeLimit(options.schema_time_limit_s)
+    tools = define_tools(specs, limit)
     check_format_with_tools(tools, body.response_format is not None)
-    format_settings, constraint = _response_format(body.response_format, messages, thinking)
+    format_settings, constraint = _response_format(body.response_format, messages, thinking, limit)
     tools_active = bool(tools)
     required = choice == "required"
     parallel = not (extended and body.parallel_tool_calls is False)
@@ -217,6 +226,7 @@ def _response_format(
     given: wire.TextFormat | wire.JsonObjectFormat | wire.JsonSchemaFormat | wire.RegexFormat | None,
     messages: Sequence[Message],
     thinking: Thinking,
+    limit: TimeLimit,
 ) -> tuple[dict[str, Any], OutputConstraint | None]:
     """The conversation's format settings and the constraint of the output."""
     if isinstance(given, wire.JsonObjectFormat):
@@ -224,7 +234,8 @@ def _response_format(
         return {"response_format": "json_object"}, OutputConstraint("json", "", thinking.is_on)
     if isinstance(given, wire.JsonSchemaFormat):
         schema = given.json_schema
-        shown, constraining = response_schemas(schema.schema, schema.strict, "response_format.json_schema.schema")
+        path = "response_format.json_schema.schema"
+        shown, constraining = response_schemas(schema.schema, schema.strict, path, limit)
         return {"response_schema": shown}, OutputConstraint("json", constraining, thinking.is_on)
     if isinstance(given, wire.RegexFormat):
         return {"response_regex": given.regex}, OutputConstraint("regex", given.regex, thinking.is_on)
@@ -247,11 +258,13 @@ class _Messages:
             if isinstance(turn, wire.ToolTurn):
                 if turn.tool_call_id not in open_ids:
                     raise ConversionError(
-                        f"{path[1:]}.tool_call_id: {turn.tool_call_id!r} answers no open call before it"
+                        f"{path[1:]}.tool_call_id: {shown(turn.tool_call_id)} answers no open call before it"
                     )
                 open_ids.remove(turn.tool_call_id)
             elif open_ids:
-                raise ConversionError(f"{path[1:]}: results are missing for the calls {', '.join(sorted(open_ids))}")
+                raise ConversionError(
+                    f"{path[1:]}: results are missing for the calls {clipped(', '.join(sorted(open_ids)))}"
+                )
             message = self._message(turn, path)
             if message.content or not isinstance(message, SystemMessage):  # empty instructions are none
                 out.append(message)
@@ -260,7 +273,7 @@ class _Messages:
                 if len(open_ids) != len(message.tool_calls):
                     raise ConversionError(f"{path[1:]}.tool_calls: two calls share an id")
         if open_ids:
-            raise ConversionError(f"messages: results are missing for the calls {', '.join(sorted(open_ids))}")
+            raise ConversionError(f"messages: results are missing for the calls {_listed(open_ids)}")
         return out
 
     def _message(self, turn: Any, path: str) -> Message:
@@ -301,6 +314,10 @@ class _Messages:
             else:
                 out.add_image(_file_source(part, path, f"{path}.content[{index}]"))
         return out.text, out.sources, out.placeholders
+
+
+def _listed(ids: set[str]) -> str:
+    return clipped(", ".join(sorted(ids)))
 
 
 def _file_source(part: wire.FilePart, path: str, part_path: str) -> ImageSource:

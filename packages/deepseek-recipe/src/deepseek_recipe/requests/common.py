@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from deepseek_recipe.checks import clipped, shown
 from deepseek_recipe.conversation import AssistantMessage, Effort, Message, ToolDefinition, UserMessage
 from deepseek_recipe.enums import ModelVersion, ReasoningContentBehavior, ThinkingInitialStage
 from deepseek_recipe.errors import ConversionError
@@ -15,7 +16,8 @@ from deepseek_recipe.json_text import TrustedJson, compact, is_object
 from deepseek_recipe.requests.options import ConversionOptions
 from deepseek_recipe.requests.result import OutputConstraint
 from deepseek_recipe.requests.wire import as_f32
-from deepseek_recipe.schema.check import SchemaError, check_schema
+from deepseek_recipe.schema.check import check_schema
+from deepseek_recipe.schema.limits import SchemaError, TimeLimit
 from deepseek_recipe.schema.strict import strict_parameters, strict_schema
 
 __all__ = [
@@ -61,7 +63,7 @@ def model_version(model: str, options: ConversionOptions) -> ModelVersion:
     version = options.model_versions_by_name.get(model)
     if version is None:
         names = ", ".join(sorted(options.model_versions_by_name))
-        raise ConversionError(f"model: {model!r} is not served here; the models are {names}")
+        raise ConversionError(f"model: {shown(model)} is not served here; the models are {names}")
     return version
 
 
@@ -159,15 +161,15 @@ def check_tool_name(name: str, path: str) -> None:
     if len(name) > _MAX_TOOL_NAME_CHARS:
         raise ConversionError(f"{path}: a name of {len(name)} characters is over the limit of {_MAX_TOOL_NAME_CHARS}")
     if not _TOOL_NAME.fullmatch(name):
-        raise ConversionError(f"{path}: {name!r} may hold only letters, digits, underscores and hyphens")
+        raise ConversionError(f"{path}: {shown(name)} may hold only letters, digits, underscores and hyphens")
 
 
-def define_tools(specs: Iterable[ToolSpec]) -> list[ToolDefinition]:
+def define_tools(specs: Iterable[ToolSpec], limit: TimeLimit) -> list[ToolDefinition]:
     """The tools with checked, and where strict rewritten, parameters."""
-    tools = [_defined(spec) for spec in specs]
+    tools = [_defined(spec, limit) for spec in specs]
     strict = [bool(tool.strict) for tool in tools]
     if any(strict) and not all(strict):
-        names = ", ".join(tool.name for tool in tools if not tool.strict)
+        names = clipped(", ".join(tool.name for tool in tools if not tool.strict))
         raise ConversionError(f"tools: strict and other tools cannot be mixed in one request; not strict: {names}")
     return tools
 
@@ -177,28 +179,28 @@ def check_unique(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ConversionError(f"tools: two tools are named {name!r}; names must be unique")
+            raise ConversionError(f"tools: two tools are named {shown(name)}; names must be unique")
         seen.add(name)
 
 
-def _defined(spec: ToolSpec) -> ToolDefinition:
+def _defined(spec: ToolSpec, limit: TimeLimit) -> ToolDefinition:
     try:
-        parameters = _checked_parameters(spec)
+        parameters = _checked_parameters(spec, limit)
     except SchemaError as error:
-        raise ConversionError(f"{spec.path}: invalid parameters of the tool {spec.name!r}: {error}") from None
+        raise ConversionError(f"{spec.path}: invalid parameters of the tool {shown(spec.name)}: {error}") from None
     return ToolDefinition(spec.name, spec.description, TrustedJson(parameters), spec.strict, spec.defer_loading)
 
 
-def _checked_parameters(spec: ToolSpec) -> Any:
+def _checked_parameters(spec: ToolSpec, limit: TimeLimit) -> Any:
     if spec.strict:
-        return strict_parameters(spec.parameters)
+        return strict_parameters(spec.parameters, limit)
     if spec.parameters is None:
         return {}
     parameters = spec.parameters
-    check_schema(parameters)
+    check_schema(parameters, limit)
     if not is_object(parameters) or parameters.get("type") != "object":
         given = parameters.get("type") if is_object(parameters) else parameters
-        raise SchemaError(f'the type must be "object", not {compact(given)}')
+        raise SchemaError(f'the type must be "object", not {clipped(compact(given))}')
     return parameters
 
 
@@ -222,7 +224,7 @@ def resolve_choice(
     if choice.name is not None:
         specs = [spec for spec in specs if spec.name == choice.name]
         if not specs:
-            raise ConversionError(f"{choice.path}: no tool is named {choice.name!r}")
+            raise ConversionError(f"{choice.path}: no tool is named {shown(choice.name)}")
     if thinking.is_on and not extended:
         raise ConversionError(f"{choice.path}: a tool can be required only when thinking is off")
     return "required", specs
@@ -295,12 +297,12 @@ def check_format_with_tools(tools: Sequence[ToolDefinition], has_format: bool) -
         raise ConversionError("response_format: cannot be combined with strict tools")
 
 
-def response_schemas(schema: Any, strict: bool | None, path: str) -> tuple[Any, str]:
+def response_schemas(schema: Any, strict: bool | None, path: str, limit: TimeLimit) -> tuple[Any, str]:
     """The schema that the conversation shows and the compact one that constrains the output."""
     try:
         if strict:
-            return schema, compact(strict_schema(schema))
-        check_schema(schema)
+            return schema, compact(strict_schema(schema, limit))
+        check_schema(schema, limit)
     except SchemaError as error:
         raise ConversionError(f"{path}: invalid JSON Schema: {error}") from None
     return schema, compact(schema)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepseek_recipe.checks import shown
 from deepseek_recipe.errors import ConversionError
 
 __all__ = ["extended_inference", "merged_max_tokens", "optional_flag"]
@@ -52,7 +53,7 @@ def optional_flag(body: Any, name: str) -> bool | None:
     """A field that is true, false or absent."""
     value = getattr(body, name, None)
     if value is not None and not isinstance(value, bool):
-        raise ConversionError(f"{name}: expected true or false, got {value!r}")
+        raise ConversionError(f"{name}: expected true or false, got {shown(value)}")
     return value
 
 
@@ -61,7 +62,7 @@ def _integer(body: Any, name: str, low: int, high: int) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConversionError(f"{name}: {value!r} is not an integer in [{low}, {high}]")
+        raise ConversionError(f"{name}: {shown(value)} is not an integer in [{low}, {high}]")
     return value
 
 
@@ -71,5 +72,5 @@ def _number(body: Any, name: str, low: float, high: float, *, above: bool = Fals
         return None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (above and value == low):
-        raise ConversionError(f"{name}: {value!r} is not a number in {'(' if above else '['}{low}, {high}]")
+        raise ConversionError(f"{name}: {shown(value)} is not a number in {'(' if above else '['}{low}, {high}]")
     return float(value)

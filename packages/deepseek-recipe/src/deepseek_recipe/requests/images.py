@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 
+from deepseek_recipe.checks import shown
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.images.sources import DataUrlImageSource, Detail, ImageSource, UrlImageSource
 
@@ -46,7 +47,7 @@ def data_url_source(url: str, detail: Detail | None, path: str) -> DataUrlImageS
         raise ConversionError(f"{path}: not a base64 data URL: {url[:40]!r}")
     media_type = header[5:].partition(";")[0].strip().lower()
     if media_type not in _MEDIA_TYPES:
-        raise ConversionError(f"{path}: image type {media_type!r} is not supported; use webp, png, jpeg or gif")
+        raise ConversionError(f"{path}: image type {shown(media_type)} is not supported; use webp, png, jpeg or gif")
     if not _is_base64(data):
         raise ConversionError(f"{path}: the data URL does not hold base64")
     return DataUrlImageSource(url, detail or "high", path=path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepseek_recipe.checks import require_instance
+from deepseek_recipe.checks import require_instance, shown
 from deepseek_recipe.conversation import Conversation, Message, SystemMessage, ToolDefinition
 from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.errors import ConversionError
@@ -36,6 +36,7 @@ from deepseek_recipe.requests.messages_blocks import BlockConverter
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.protocol_request import ProtocolRequest, with_native_error
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions
+from deepseek_recipe.schema.limits import TimeLimit
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _convert(
     specs = _tool_specs(tools, version, options)
     known_names = {spec.name for spec in specs}
     choice = _choice(body, extended)
-    declared = {tool.name: tool for tool in _defined(specs)} if choice.mode != "none" else {}
+    declared = {tool.name: tool for tool in _defined(specs, options)} if choice.mode != "none" else {}
     mode, specs = resolve_choice(choice, specs, thinking, extended=extended)
     active = [declared[spec.name] for spec in specs]
     messages = _system(body.system)
@@ -157,7 +158,7 @@ def _tool_specs(
         if isinstance(tool, wire.HostedTool):
             drops = options.messages_web_search is WebSearchBehavior.Drop
             if not (drops and tool.type.startswith(_WEB_SEARCH_PREFIX)):
-                raise ConversionError(f"{path}: hosted tools such as {tool.type!r} are not supported")
+                raise ConversionError(f"{path}: hosted tools such as {shown(tool.type)} are not supported")
             continue
         check_tool_name(tool.name, f"{path}.name")
         place, deferred = f"{path}.input_schema", knows_deferral and bool(tool.defer_loading)
@@ -167,11 +168,11 @@ def _tool_specs(
     return specs
 
 
-def _defined(specs: list[ToolSpec]) -> list[ToolDefinition]:
+def _defined(specs: list[ToolSpec], options: ConversionOptions) -> list[ToolDefinition]:
     for spec in specs:
         if spec.parameters is None:
             raise ConversionError(f"{spec.path}: a tool needs an input_schema")
-    return define_tools(specs)
+    return define_tools(specs, TimeLimit(options.schema_time_limit_s))
 
 
 def _choice(body: wire.MessagesBody, extended: bool) -> ToolChoice:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import clipped, shown
 from deepseek_recipe.conversation import (
     AssistantMessage,
     Message,
@@ -83,7 +84,8 @@ class BlockConverter:
 
     def _require_no_open_calls(self, path: str) -> None:
         if self._open_ids:
-            raise ConversionError(f"{path}: tool_result blocks are missing for the calls {', '.join(self._open_ids)}")
+            missing = clipped(", ".join(self._open_ids))
+            raise ConversionError(f"{path}: tool_result blocks are missing for the calls {missing}")
 
     # ---- user --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class BlockConverter:
 
     def _tool_result(self, block: wire.ToolResultBlock, path: str) -> ToolMessage:
         if block.tool_use_id not in self._open_ids:
-            raise ConversionError(f"{path}: {block.tool_use_id!r} answers no open tool_use of the message before")
+            raise ConversionError(f"{path}: {shown(block.tool_use_id)} answers no open tool_use of the message before")
         self._open_ids.remove(block.tool_use_id)
         parts = [TextPart(block.content)] if isinstance(block.content, str) else block.content or []
         place = f"{path}.tool_result"
@@ -157,7 +159,7 @@ class BlockConverter:
 
     def _require_declared(self, name: str, path: str) -> None:
         if name not in self._declared:
-            raise ConversionError(f"{path}: the tool {name!r} is referenced but not declared in tools")
+            raise ConversionError(f"{path}: the tool {shown(name)} is referenced but not declared in tools")
 
     # ---- content -----------------------------------------------------------------------------------------------------
 

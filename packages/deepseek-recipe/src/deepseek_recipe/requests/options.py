@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from deepseek_recipe.checks import require_bool, require_instance, require_int_in, require_str
+from deepseek_recipe.checks import require_bool, require_instance, require_int_in, require_number_in, require_str, shown
 from deepseek_recipe.enums import ModelVersion, ReasoningContentBehavior, WebSearchBehavior
+from deepseek_recipe.schema.limits import DEFAULT_TIME_LIMIT_S
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialTokens
 
 __all__ = ["DEFAULT_MODEL_VERSIONS", "ConversionOptions", "Dialect", "ErrorShape"]
@@ -23,13 +24,15 @@ DEFAULT_MODEL_VERSIONS: Mapping[str, ModelVersion] = {
 }
 _MAX_TOKENS_BOUND = 393_216
 _U32_MAX = 2**32 - 1
+_MAX_TIME_LIMIT_S = 3_600.0
 
 
 class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are converted. Immutable; the `with_` methods return changed copies.
 
     `dialect="extended"` accepts and honours what the official codec refuses or ignores (docs/recipe.md lists it);
-    `error_shape="native"` gives Messages errors the body that Anthropic's clients expect.
+    `error_shape="native"` gives Messages errors the body that Anthropic's clients expect; `schema_time_limit_s` bounds
+    the time that all JSON Schemas of a request may take.
     """
 
     default_thinking_mode: bool = True
@@ -40,6 +43,7 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
     non_thinking_max_tokens_upper_bound: int = _MAX_TOKENS_BOUND
     model_versions_by_name: Mapping[str, ModelVersion] = msgspec.field(default_factory=lambda: DEFAULT_MODEL_VERSIONS)
     special_tokens: SpecialTokens = DEFAULT_SPECIAL_TOKENS
+    schema_time_limit_s: float = DEFAULT_TIME_LIMIT_S
     dialect: Dialect = "strict"
     error_shape: ErrorShape = "openai"
 
@@ -51,15 +55,16 @@ class ConversionOptions(msgspec.Struct, frozen=True, kw_only=True):
         require_instance("special_tokens", self.special_tokens, SpecialTokens)
         for name in ("thinking_max_tokens_upper_bound", "non_thinking_max_tokens_upper_bound"):
             require_int_in(name, getattr(self, name), 0, _U32_MAX)
+        require_number_in("schema_time_limit_s", self.schema_time_limit_s, 0.0, _MAX_TIME_LIMIT_S)
         require_instance("model_versions_by_name", self.model_versions_by_name, Mapping)
         for name, version in self.model_versions_by_name.items():
             require_str("model name", name)
             require_instance("model_version", version, ModelVersion)
         force_setattr(self, "model_versions_by_name", dict(self.model_versions_by_name))
         if self.dialect not in ("strict", "extended"):
-            raise ValueError(f"invalid dialect {self.dialect!r}; expected strict or extended")
+            raise ValueError(f"invalid dialect {shown(self.dialect)}; expected strict or extended")
         if self.error_shape not in ("openai", "native"):
-            raise ValueError(f"invalid error_shape {self.error_shape!r}; expected openai or native")
+            raise ValueError(f"invalid error_shape {shown(self.error_shape)}; expected openai or native")
 
     def with_default_thinking_mode(self, default_thinking_mode: bool) -> ConversionOptions:
         """A copy with another default for requests that do not say whether to think."""

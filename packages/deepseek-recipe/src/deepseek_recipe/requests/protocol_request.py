@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from deepseek_recipe.checks import require_instance
+from deepseek_recipe.checks import require_instance, shown
 from deepseek_recipe.errors import ConversionError, anthropic_error_body
 from deepseek_recipe.requests.options import ConversionOptions, Dialect
 from deepseek_recipe.requests.result import ConversationRequest
@@ -24,7 +24,7 @@ class ProtocolRequest(Generic[_Body]):
         self, body: bytes | str | dict[str, Any], shape: type[_Body], extended_shape: type[_Body], dialect: Dialect
     ) -> None:
         if dialect not in ("strict", "extended"):
-            raise ValueError(f"invalid dialect {dialect!r}; expected strict or extended")
+            raise ValueError(f"invalid dialect {shown(dialect)}; expected strict or extended")
         self._dialect: Dialect = dialect
         self._body: _Body | None = parse_body(body, extended_shape if dialect == "extended" else shape)
 

@@ -42,6 +42,7 @@ from deepseek_recipe.requests.protocol_request import ProtocolRequest
 from deepseek_recipe.requests.responses_items import ItemConverter
 from deepseek_recipe.requests.responses_tools import ToolReader
 from deepseek_recipe.requests.result import ConversationRequest, InferenceOptions, OutputConstraint
+from deepseek_recipe.schema.limits import TimeLimit
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -131,10 +132,11 @@ def _convert(parsed: ParsedBody, options: ConversionOptions, extended: bool) -> 
     specs.extend(items.found_specs)
     declares_tools = bool(specs)
     mode, specs = resolve_choice(_choice(body.tool_choice), specs, thinking, extended=extended)
-    tools = define_tools(specs)
+    limit = TimeLimit(options.schema_time_limit_s)
+    tools = define_tools(specs, limit)
     check_format_with_tools(tools, body.text is not None and not isinstance(body.text.format, wire.TextFormat))
     items.settle_found(messages, {tool.name: tool for tool in tools})
-    format_settings, constraint = _text_format(body.text, messages, thinking)
+    format_settings, constraint = _text_format(body.text, messages, thinking, limit)
     required = mode == "required"
     if tools:
         parallel = not (extended and body.parallel_tool_calls is False)
@@ -198,13 +200,13 @@ def _choice(choice: Any) -> ToolChoice:
 
 
 def _text_format(
-    text: wire.Text | None, messages: list[Message], thinking: Thinking
+    text: wire.Text | None, messages: list[Message], thinking: Thinking, limit: TimeLimit
 ) -> tuple[dict[str, Any], OutputConstraint | None]:
     given = text.format if text is not None else None
     if isinstance(given, wire.JsonObjectFormat):
         check_json_word(message.content for message in messages)
         return {"response_format": "json_object"}, OutputConstraint("json", "", thinking.is_on)
     if isinstance(given, wire.JsonSchemaFormat):
-        shown, constraining = response_schemas(given.schema, given.strict, "text.format.schema")
+        shown, constraining = response_schemas(given.schema, given.strict, "text.format.schema", limit)
         return {"response_schema": shown}, OutputConstraint("json", constraining, thinking.is_on)
     return {}, None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import clipped, shown
 from deepseek_recipe.conversation import (
     AssistantMessage,
     Message,
@@ -137,7 +138,7 @@ class ItemConverter:
     def _call(self, item: Any, path: str) -> ToolCall:
         _require_id(item.call_id, path)
         if item.call_id in self._known_ids:
-            raise ConversionError(f"{path}.call_id: {item.call_id!r} was used by another call")
+            raise ConversionError(f"{path}.call_id: {shown(item.call_id)} was used by another call")
         self._known_ids.add(item.call_id)
         if isinstance(item, wire.CustomCallItem):
             return ToolCall(item.call_id, item.name, compact({"input": item.input}))
@@ -157,7 +158,7 @@ class ItemConverter:
             return
         _require_id(call_id, path)
         if call_id not in self._open_ids or call_id in self._results:
-            raise ConversionError(f"{path}.call_id: {call_id!r} answers no open call of the items directly before")
+            raise ConversionError(f"{path}.call_id: {shown(call_id)} answers no open call of the items directly before")
         if isinstance(item, wire.ToolSearchOutputItem):
             tools_path = f"{path}.tools"
             message = ToolMessage(compact(listed_tools(item.tools, tools_path)), call_id)
@@ -177,7 +178,7 @@ class ItemConverter:
         """Writes the outputs of the last calls in the order of the calls, then the tools that they made known."""
         missing = [call_id for call_id in self._open_ids if call_id not in self._results]
         if missing:
-            raise ConversionError(f"input: outputs are missing for the calls {', '.join(missing)}")
+            raise ConversionError(f"input: outputs are missing for the calls {clipped(', '.join(missing))}")
         self._out.extend(self._results[call_id] for call_id in self._open_ids)
         for names in self._found_names:
             self._found_at.append((len(self._out), names))

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from deepseek_recipe import protocol_data
+from deepseek_recipe.checks import shown
 from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.requests import wire_responses as wire
@@ -24,6 +25,7 @@ from deepseek_recipe.requests.options import ConversionOptions
 __all__ = ["TOOL_SEARCH_NAME", "ToolReader", "listed_tools"]
 
 TOOL_SEARCH_NAME = "tool_search"
+_MAX_REPEATED_CHARS = 2**25
 
 
 class ToolReader:
@@ -35,6 +37,8 @@ class ToolReader:
         self._rejects_web_search = options.responses_web_search is WebSearchBehavior.Reject
         # Tools outside namespaces keep their names wherever they stand in the list.
         self._taken = {tool.name for tool in declared if isinstance(tool, (wire.FunctionTool, wire.CustomTool))}
+        self._last_number: dict[str, int] = {}
+        self._repeated_chars = 0
         self.locals_by_name: dict[str, tuple[str, str]] = {}
 
     def specs(self, tools: Sequence[wire.Tool | None], path: str, *, found: bool = False) -> list[ToolSpec]:
@@ -65,10 +69,16 @@ class ToolReader:
         for index, inner in enumerate(tool.tools):
             place = f"{path}.tools[{index}]"
             if isinstance(inner, wire.CustomTool):
-                raise ConversionError(f"{place}: the custom tool {inner.name!r} cannot stand inside a namespace")
+                raise ConversionError(f"{place}: the custom tool {shown(inner.name)} cannot stand inside a namespace")
             check_tool_name(inner.name, f"{place}.name")
             description = inner.description
             if tool.description and not self.is_pro:
+                self._repeated_chars += len(tool.description)
+                if self._repeated_chars > _MAX_REPEATED_CHARS:
+                    raise ConversionError(
+                        f"{path}.description: repeated for every tool of a namespace, descriptions take more than the "
+                        f"limit of {_MAX_REPEATED_CHARS} characters"
+                    )
                 description = f"{tool.description}\n{description or ''}"
             name = self._full_name(tool.name, inner.name)
             specs.append(ToolSpec(name, description, inner.parameters, f"{place}.name", inner.strict, found))
@@ -76,17 +86,18 @@ class ToolReader:
 
     def _full_name(self, namespace: str, local: str) -> str:
         full = wanted = f"{namespace}{self.mark}{local}"
-        number = 0
+        number = self._last_number.get(wanted, 0)  # the numbers below are taken and stay so
         while full in self._taken:
             number += 1
             full = f"{wanted}_{number}"
+        self._last_number[wanted] = number
         self._taken.add(full)
         self.locals_by_name[full] = (namespace, local)
         return full
 
     def _patch_spec(self, tool: wire.CustomTool, path: str, found: bool) -> ToolSpec:
         if tool.name != protocol_data.APPLY_PATCH_NAME:
-            raise ConversionError(f"{path}.name: the custom tool {tool.name!r} is not supported; only apply_patch is")
+            raise ConversionError(f"{path}.name: custom tool {shown(tool.name)} is not supported; only apply_patch is")
         v4, v41 = protocol_data.V4_APPLY_PATCH_DESCRIPTION, protocol_data.APPLY_PATCH_DESCRIPTION
         parameters = protocol_data.APPLY_PATCH_PARAMETERS
         return ToolSpec(tool.name, v4 if self.is_pro else v41, parameters, f"{path}.name", None, found)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from deepseek_recipe.checks import clipped
 from deepseek_recipe.json_text import JsonTextError, json_value, loads_body
 
 __all__ = ["U8", "U32", "U64", "EffortWord", "TextPart", "as_f32", "parse_body", "parse_value"]
@@ -24,8 +25,8 @@ EffortWord = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra
 
 _Body = TypeVar("_Body")
 _AT_PATH = re.compile(r" - at `\$(.*)`$")
+_MISSING_FIELD = re.compile("missing required field `(.*)`")
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-_SHOWN_CHARS = 80
 
 
 class TextPart(msgspec.Struct, tag="text", tag_field="type"):
@@ -56,7 +57,7 @@ def parse_value(value: Any, shape: type[_Body], path: str) -> _Body:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
         own = error.__cause__  # a rule of a struct itself, which names its field and value
-        text = str(own) if isinstance(own, ValueError) else _explained(str(error), value, path)
+        text = str(own) if isinstance(own, ValueError) else _explained(str(error), value, shape, path)
         raise ValueError(f"invalid request body: {text}") from None
 
 
@@ -68,21 +69,27 @@ def as_f32(value: float) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-def _explained(message: str, value: Any, path: str) -> str:
+def _explained(message: str, whole: Any, shape: Any, path: str) -> str:
+    """The place, the rule and the value of a failure that msgspec reports."""
+    from deepseek_recipe.requests.wire_choices import choices_at  # not needed as long as bodies are valid
+
     found = _AT_PATH.search(message)
     inner = found[1] if found else ""
-    rule = message[: found.start()] if found else message
-    for name, index in _PATH_STEP.findall(inner):
-        try:
-            value = value[name] if name else value[int(index)]
-        except (KeyError, IndexError, TypeError):
-            return f"{path + inner}: {rule}".lstrip(".")
-    place = (path + inner).lstrip(".") or "the body"
-    if rule.startswith("Invalid value"):  # it names the value itself
+    rule = clipped(message[: found.start()] if found else message)
+    place = clipped((path + inner).lstrip(".")) or "the body"
+    steps = [name or int(index) for name, index in _PATH_STEP.findall(inner)]
+    value = whole
+    try:
+        for step in steps:
+            value = value[step]
+    except (KeyError, IndexError, TypeError):
         return f"{place}: {rule}"
-    return f"{place}: {rule}, in {_shown(value)}" if "missing" in rule else f"{place}: {rule}, not {_shown(value)}"
+    missing = _MISSING_FIELD.search(rule)
+    words = ", ".join(choices_at(shape, [*steps, missing[1]] if missing else steps, whole))
+    if missing is not None:
+        return f"{place}: {rule}{words and f' (one of {words})'}, in {_shown(value)}"
+    return f"{place}: {_shown(value)} is not one of {words}" if words else f"{place}: {rule}, not {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
-    text = msgspec.json.encode(value).decode() if not isinstance(value, int) else str(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
+    return clipped(msgspec.json.encode(value).decode())

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deepseek_recipe.checks import shown
 from deepseek_recipe.images.sources import Detail
 from deepseek_recipe.json_text import is_object
 from deepseek_recipe.requests.wire import U8, U32, EffortWord, parse_value
@@ -288,5 +289,5 @@ def _kind(value: Any, path: str, *, default: str | None) -> str:
         raise ValueError(f"invalid request body: {path}: expected an object, got {type(value).__name__}")
     kind = value.get("type", default)
     if not isinstance(kind, str):
-        raise ValueError(f"invalid request body: {path}.type: expected a string, got {kind!r}")
+        raise ValueError(f"invalid request body: {path}.type: expected a string, got {shown(kind)}")
     return kind

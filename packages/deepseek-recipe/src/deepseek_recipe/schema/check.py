@@ -15,13 +15,12 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import msgspec
 
+from deepseek_recipe.checks import clipped, shown
 from deepseek_recipe.json_text import compact, is_array, is_object
 from deepseek_recipe.schema.ecma_regex import check_pattern
+from deepseek_recipe.schema.limits import MAX_NODES, SchemaError, TimeLimit
 
-__all__ = ["MAX_NODES", "SchemaError", "check_schema"]
-
-MAX_NODES = 100_000
-"""Subschemas of one schema."""
+__all__ = ["check_schema"]
 
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _DRAFTS = {
@@ -32,26 +31,29 @@ _DRAFTS = {
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
 _ANCHOR = re.compile(r"[A-Za-z_][-A-Za-z0-9._]*")
-_SHOWN_CHARS = 60
+_SEGMENT = r"A-Za-z0-9\-._~!$&'()*+,;=:@%"
+_URI_REFERENCE = re.compile(  # RFC 3986, section 4.1
+    rf"(?:[A-Za-z][A-Za-z0-9+.\-]*:|(?![^/?#]*:))"
+    rf"(?://(?:[{_SEGMENT}]*@)?(?:\[[0-9A-Za-z:.]*\]|[{_SEGMENT.replace(':@', '')}]*)(?::[0-9]*)?(?![^/?#])|(?!//))"
+    rf"[{_SEGMENT}/]*(?:\?[{_SEGMENT}/?]*)?(?:#[{_SEGMENT}/?]*)?"
+)
+_INDEX = re.compile("[0-9]{1,9}")
+_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 16_384
 
 _Path = tuple["_Path", "str | int"] | None
 
 
-class SchemaError(ValueError):
-    """A value that is not a usable JSON Schema; the message names the place and the rule."""
-
-
 _valid_texts: dict[bytes, None] = {}  # texts of valid schemas, the latest last: tools come again and again
 
 
-def check_schema(schema: Any) -> None:
-    """Raises `SchemaError` unless `schema` is a valid, self-contained JSON Schema."""
+def check_schema(schema: Any, limit: TimeLimit | None = None) -> None:
+    """Raises `SchemaError` unless `schema` is a valid, self-contained JSON Schema, and when the time is over."""
     text = msgspec.json.encode(schema)
     if text in _valid_texts:
         return
-    _Check(schema).run()
+    _Check(schema, limit or TimeLimit()).run()
     if len(text) <= _MAX_REMEMBERED_BYTES:
         if len(_valid_texts) >= _MAX_REMEMBERED:
             _valid_texts.pop(next(iter(_valid_texts)), None)
@@ -61,11 +63,13 @@ def check_schema(schema: Any) -> None:
 class _Check:
     """One pass over a schema: rules of keywords, then references."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, limit: TimeLimit) -> None:
         self._root = schema
+        self.limit = limit
         self.draft = _draft_of(schema)
         self._rules = _RULES[self.draft]
         self._num_nodes = 0
+        self._seen: set[int] = set()
         self._references: list[tuple[str, str, _Path]] = []  # (reference, base URI, place)
         self._resources: dict[str, Any] = {}  # absolute URI without fragment -> subschema
         self._anchors: set[str] = set()
@@ -78,8 +82,10 @@ class _Check:
 
     def schema(self, value: Any, path: _Path, base: str) -> None:
         """Checks `value` as a schema."""
+        self.limit.check()
         if is_object(value):
             self._num_nodes += 1
+            self._seen.add(id(value))
             if self._num_nodes > MAX_NODES:
                 raise SchemaError(f"more than {MAX_NODES} subschemas")
             if "$id" in value or "$anchor" in value or "id" in value or "$dynamicAnchor" in value:
@@ -96,9 +102,7 @@ class _Check:
 
     def fail(self, value: Any, path: _Path, wanted: str) -> None:
         """Raises the error for a value that is not what its keyword wants."""
-        shown = compact(value)
-        shown = shown if len(shown) <= _SHOWN_CHARS else shown[:_SHOWN_CHARS] + "..."
-        raise SchemaError(f"{_pointer(path)} must be {wanted}, not {shown}")
+        raise SchemaError(f"{_pointer(path)} must be {wanted}, not {clipped(compact(value))}")
 
     def refer(self, reference: str, path: _Path, base: str) -> None:
         """Notes a reference, to be resolved when every identifier is known."""
@@ -117,22 +121,26 @@ class _Check:
         return base
 
     def _resolve(self, reference: str, base: str, path: _Path) -> None:
+        self.limit.check()
         target, fragment = urldefrag(urljoin(base, reference)) if base else urldefrag(reference)
         if target in _DRAFTS:
             return
         if target not in self._resources:
-            raise SchemaError(f"{_pointer(path)}: {reference!r} is not in this schema, and nothing is fetched")
+            raise SchemaError(f"{_pointer(path)}: {shown(reference)} is not in this schema, and nothing is fetched")
         if fragment and not fragment.startswith("/"):
             if f"{target}#{fragment}" not in self._anchors:
-                raise SchemaError(f"{_pointer(path)}: no anchor is named {fragment!r}")
+                raise SchemaError(f"{_pointer(path)}: no anchor is named {shown(fragment)}")
             return
         value = self._resources[target]
         for step in unquote(fragment).split("/")[1:]:
             value = _step(value, step.replace("~1", "/").replace("~0", "~"))
             if value is _MISSING:
-                raise SchemaError(f"{_pointer(path)}: {reference!r} points at nothing")
-        if not isinstance(value, (dict, bool)):
-            raise SchemaError(f"{_pointer(path)}: {reference!r} does not point at a schema")
+                raise SchemaError(f"{_pointer(path)}: {shown(reference)} points at nothing")
+        if is_object(value):
+            if id(value) not in self._seen:  # it stands where no keyword looks for a schema
+                self.schema(value, path, target)
+        elif not isinstance(value, bool):
+            raise SchemaError(f"{_pointer(path)}: {shown(reference)} does not point at a schema")
 
     def _check_draft4_bounds(self, value: dict[str, Any], path: _Path) -> None:
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -147,7 +155,7 @@ _MISSING = object()
 def _step(value: Any, name: str) -> Any:
     if is_object(value):
         return value.get(name, _MISSING)
-    if is_array(value) and name.isdecimal() and int(name) < len(value):
+    if is_array(value) and _INDEX.fullmatch(name) and int(name) < len(value):
         return value[int(name)]
     return _MISSING
 
@@ -158,7 +166,7 @@ def _draft_of(schema: Any) -> int:
         return 2020
     draft = _DRAFTS.get(declared.rstrip("#"))
     if draft is None:
-        raise SchemaError(f"$schema: {declared!r} is no known meta-schema; use one of {', '.join(_DRAFTS)}")
+        raise SchemaError(f"$schema: {shown(declared)} is no known meta-schema; use one of {', '.join(_DRAFTS)}")
     return draft
 
 
@@ -167,7 +175,7 @@ def _pointer(path: _Path) -> str:
     while path is not None:
         path, step = path
         steps.append(str(step).replace("~", "~0").replace("/", "~1"))
-    return "/".join(["#", *reversed(steps)])
+    return clipped("/".join(["#", *reversed(steps)]))
 
 
 # ---- rules of keywords -----------------------------------------------------------------------------------------------
@@ -284,13 +292,20 @@ def _count(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 def _pattern(check: _Check, value: Any, path: _Path, base: str) -> None:
     _string(check, value, path, base)
+    check.limit.check()
     problem = check_pattern(value)
     if problem is not None:
         check.fail(value, path, f"a regular expression ({problem})")
 
 
-def _reference(check: _Check, value: Any, path: _Path, base: str) -> None:
+def _uri(check: _Check, value: Any, path: _Path, base: str) -> None:
     _string(check, value, path, base)
+    if _URI_REFERENCE.fullmatch(value) is None or _PERCENT.search(value):
+        check.fail(value, path, "a URI reference (other characters are written as % and two digits)")
+
+
+def _reference(check: _Check, value: Any, path: _Path, base: str) -> None:
+    _uri(check, value, path, base)
     check.refer(value, path, base)
 
 
@@ -300,7 +315,7 @@ def _anchor(check: _Check, value: Any, path: _Path, base: str) -> None:
 
 
 def _identifier(check: _Check, value: Any, path: _Path, base: str) -> None:
-    _string(check, value, path, base)
+    _uri(check, value, path, base)
     if check.draft >= 2019 and urldefrag(str(value)).fragment:
         check.fail(value, path, "a URI without a fragment")
 
@@ -332,7 +347,7 @@ _DRAFT4: dict[str, _Rule] = {
     **_SHARED,
     **dict.fromkeys(("additionalItems", "additionalProperties"), _schema_or_bool),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), _boolean),
-    "id": _string,
+    "id": _uri,
     "items": _schema_or_schemas,
 }
 _DRAFT6: dict[str, _Rule] = {

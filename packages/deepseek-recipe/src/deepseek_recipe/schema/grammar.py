@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from deepseek_recipe.checks import shown
 from deepseek_recipe.enums import ModelVersion
 from deepseek_recipe.json_text import compact, is_array, is_object, loads
 from deepseek_recipe.protocol_data import V4_DSML_TAGS, V41_DSML_TAGS, DsmlTags
-from deepseek_recipe.schema.check import SchemaError
+from deepseek_recipe.schema.limits import SchemaError
 from deepseek_recipe.tokens import SpecialToken
 
 if TYPE_CHECKING:
@@ -212,12 +213,12 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
             return schema
         reference = schema["$ref"]
         if reference != "#" and not reference.startswith("#/"):
-            raise SchemaError(f"the reference {reference!r} cannot be enforced: it is no path within the schema")
+            raise SchemaError(f"the reference {shown(reference)} cannot be enforced: it is no path within the schema")
         value: Any = root
         for step in reference.removeprefix("#").split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             if not is_object(value) or name not in value:
-                raise SchemaError(f"the reference {reference!r} points at nothing")
+                raise SchemaError(f"the reference {shown(reference)} points at nothing")
             value = value[name]
         schema = value
     raise SchemaError("references lead in a circle")
@@ -243,7 +244,7 @@ def _refers(schema: Any) -> bool:
             if isinstance(reference, str):
                 found = True
                 if not reference.startswith(("#/$defs/", "#/definitions/")):
-                    raise SchemaError(f"the reference {reference!r} inside a parameter is not to a definition")
+                    raise SchemaError(f"the reference {shown(reference)} inside a parameter is not to a definition")
             pending.extend(value.values())
         elif is_array(value):
             pending.extend(value)

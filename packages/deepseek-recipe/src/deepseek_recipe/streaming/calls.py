@@ -26,6 +26,7 @@ import re
 from json.encoder import encode_basestring
 from typing import Final, Literal
 
+from deepseek_recipe.checks import shown
 from deepseek_recipe.errors import MalformedToolCallError
 from deepseek_recipe.json_text import JsonTextError, loads
 from deepseek_recipe.streaming.markers import Origin
@@ -207,7 +208,7 @@ class CallReader:
             return
         key = (strict[1] if strict else _name(attributes)).replace(_DSML, self._dsml)
         if key in self._keys:
-            self._deviate(f"parameter {key!r} given twice")
+            self._deviate(f"parameter {shown(key)} given twice")
             self._value.is_ignored = True
             return
         lead = ", " if self._keys else "{"

@@ -15,16 +15,18 @@ from dataclasses import replace
 from json.encoder import encode_basestring
 from typing import Any, Final
 
+from deepseek_recipe.checks import require_int_in
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
 from deepseek_recipe.streaming.generator import ChunkGenerator
 from deepseek_recipe.streaming.parser import Part
 from deepseek_recipe.streaming.response import Response
 from deepseek_recipe.streaming.stages import PartKind
-from deepseek_recipe.streaming.usage import Usage
+from deepseek_recipe.streaming.usage import Usage, merged_chat_usage
 
 __all__ = ["ChatCompletionChunk", "ChatCompletionChunkGenerator", "ChatCompletionResponse"]
 
+_MAX_CHOICE_INDEX: Final = 2**32 - 1
 _FINISH_REASONS: Final = {
     InferenceFinishReason.Stop: "stop",
     InferenceFinishReason.Length: "length",
@@ -42,7 +44,7 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
     """Events of Chat Completions; `ChatCompletionRequest.chunk_generator` builds one for a request.
 
     `reports_null_usage`: chunks before the last carry `usage: null`, as with `stream_options.include_usage` or when
-    nothing is streamed.
+    nothing is streamed. `choice_index`: which of the `n` answers to a request this is; each has its own generator.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
         thinking_mode: bool,
         *,
         reports_null_usage: bool = False,
+        choice_index: int = 0,
     ) -> None:
         super().__init__(id, model, thinking_mode)
+        require_int_in("choice_index", choice_index, 0, _MAX_CHOICE_INDEX)
+        self._choice_index = choice_index
         self._reports_null_usage = reports_null_usage
         self._fingerprint: str | None = None
         self._shapes: dict[PartKind, DeltaShape] = {}
@@ -112,10 +117,11 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
         envelope = (
             f'{{"id":{encode_basestring(self._id)},"object":"chat.completion.chunk","created":{self._created_s},'
             f'"model":{encode_basestring(self._model)},"system_fingerprint":{fingerprint},'
-            '"choices":[{"index":0,"delta":'
+            f'"choices":[{{"index":{self._choice_index},"delta":'
         )
         usage = ',"usage":null}' if self._reports_null_usage else "}"
-        return DeltaShape(field, envelope + head, f'{tail},"logprobs":null,"finish_reason":null}}]{usage}', index)
+        end = f'{tail},"logprobs":null,"finish_reason":null}}]{usage}'
+        return DeltaShape(field, envelope + head, end, index, choice=self._choice_index)
 
     def _chunk(
         self,
@@ -125,13 +131,14 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
         finish_reason: str | None = None,
         usage: Mapping[str, Any] | None = None,
     ) -> ChatCompletionChunk:
+        index = self._choice_index
         data: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._created_s,
             "model": self._model,
             "system_fingerprint": self._fingerprint,
-            "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}],
+            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}],
         }
         if usage is not None or self._reports_null_usage:
             data["usage"] = usage
@@ -139,9 +146,10 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
 
 
 class ChatCompletionResponse(Response[ChatCompletionChunk]):
-    """A complete `chat.completion`, put together from the chunks of a stream.
+    """A complete `chat.completion`, put together from the chunks of a stream, or of one stream a choice.
 
-    Identity and time are the caller's; the fingerprint and the usage are those of the chunks.
+    Identity and time are the caller's; the fingerprint and the usage are those of the chunks, the usage of several
+    choices being that of one prompt and of all completions.
     """
 
     _event_class = ChatCompletionChunk
@@ -150,11 +158,8 @@ class ChatCompletionResponse(Response[ChatCompletionChunk]):
     def __init__(self, id: str, model: str, created: int, prompt_tokens: int, prompt_cache_hit_tokens: int) -> None:  # noqa: A002
         super().__init__(id, model, created, prompt_tokens, prompt_cache_hit_tokens)
         self._fingerprint: str | None = None
-        self._usage: Mapping[str, Any] | None = None
-        self._text: dict[str, list[str] | None] = {}
-        self._calls: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        self._logprobs: dict[str, list[Any]] = {}
-        self._finish_reason: str | None = None
+        self._usages: dict[int, Mapping[str, Any]] = {}
+        self._choices: dict[int, _Choice] = {}
 
     def accumulate(self, chunk: ChatCompletionChunk) -> None:
         """Consume `chunk` and add what it says.
@@ -165,9 +170,9 @@ class ChatCompletionResponse(Response[ChatCompletionChunk]):
         if shape is None:
             self._add_chunk(data)
         elif shape.field == "arguments":
-            self._call(shape.index)[1].append(text)
+            self._choice(shape.choice).call(shape.index)[1].append(text)
         else:
-            self._add_text(shape.field, text)
+            self._choice(shape.choice).add_text(shape.field, text)
 
     def to_dict(self) -> dict[str, Any]:
         """The response so far."""
@@ -176,56 +181,84 @@ class ChatCompletionResponse(Response[ChatCompletionChunk]):
             "object": "chat.completion",
             "created": self._created_s,
             "model": self._model,
-            "choices": [self._choice()] if self._text or self._calls else [],
+            "choices": [choice.to_dict(index) for index, choice in sorted(self._choices.items()) if choice.has_begun],
         }
-        if self._usage is not None:
-            response["usage"] = self._usage
+        if self._usages:
+            response["usage"] = merged_chat_usage(list(self._usages.values()))
         response["system_fingerprint"] = self._fingerprint
         return response
 
-    def _choice(self) -> dict[str, Any]:
+    def _add_chunk(self, data: Mapping[str, Any]) -> None:
+        self._fingerprint = data.get("system_fingerprint", self._fingerprint)
+        index = 0
+        for choice in data.get("choices", ()):
+            index = choice.get("index", 0)
+            self._choice(index).add(choice)
+        if data.get("usage"):
+            self._usages[index] = data["usage"]
+
+    def _choice(self, index: int) -> _Choice:
+        return self._choices.setdefault(index, _Choice())
+
+
+class _Choice:
+    """One answer under construction."""
+
+    def __init__(self) -> None:
+        self._text: dict[str, list[str] | None] = {}
+        self._calls: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        self._logprobs: dict[str, list[Any]] = {}
+        self._finish_reason: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._text or self._calls)
+
+    def to_dict(self, index: int) -> dict[str, Any]:
+        """The choice so far."""
         message: dict[str, Any] = {"role": "assistant", "content": None}
         message |= {field: None if pieces is None else "".join(pieces) for field, pieces in self._text.items()}
         if self._calls:
             message["tool_calls"] = [_with_arguments(call, pieces) for call, pieces in self._calls.values()]
         return {
-            "index": 0,
+            "index": index,
             "message": message,
             "logprobs": dict(sorted(self._logprobs.items())) or None,
             "finish_reason": self._finish_reason,
         }
 
-    def _add_chunk(self, data: Mapping[str, Any]) -> None:
-        self._fingerprint = data.get("system_fingerprint", self._fingerprint)
-        self._usage = data.get("usage") or self._usage
-        for choice in data.get("choices", ()):
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
-            logprobs: Mapping[str, list[Any]] = choice.get("logprobs") or {}
-            for field, entries in logprobs.items():
-                self._logprobs.setdefault(field, []).extend(entries)
-            delta = choice.get("delta", {})
-            for field in ("content", "reasoning_content"):
-                if field in delta:
-                    self._add_text(field, delta[field])
-            for call in delta.get("tool_calls", ()):
-                self._add_call(call)
+    def add(self, choice: Mapping[str, Any]) -> None:
+        """Adds what a chunk says of this choice."""
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        logprobs: Mapping[str, list[Any]] = choice.get("logprobs") or {}
+        for field, entries in logprobs.items():
+            self._logprobs.setdefault(field, []).extend(entries)
+        delta = choice.get("delta", {})
+        for field in ("content", "reasoning_content"):
+            if field in delta:
+                self.add_text(field, delta[field])
+        for call in delta.get("tool_calls", ()):
+            self._add_call(call)
 
-    def _add_text(self, field: str, text: str | None) -> None:
+    def add_text(self, field: str, text: str | None) -> None:
+        """Adds to the content or the reasoning."""
         pieces = self._text.setdefault(field, None)
         if text is not None:
             if pieces is None:
                 pieces = self._text[field] = []
             pieces.append(text)
 
+    def call(self, index: int) -> tuple[dict[str, Any], list[str]]:
+        """The header and the pieces of the arguments of a call."""
+        return self._calls.setdefault(index, ({"index": index}, []))
+
     def _add_call(self, call: Mapping[str, Any]) -> None:
-        header, pieces = self._call(call["index"])
+        header, pieces = self.call(call["index"])
         function = call.get("function", {})
         if "id" in call:
             header.update(id=call["id"], type=call.get("type", "function"), name=function.get("name", ""))
         pieces.append(function.get("arguments", ""))
-
-    def _call(self, index: int) -> tuple[dict[str, Any], list[str]]:
-        return self._calls.setdefault(index, ({"index": index}, []))
 
 
 def _with_arguments(header: Mapping[str, Any], pieces: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, cast
 
-from deepseek_recipe.checks import require_instance, require_str
+from deepseek_recipe.checks import require_instance, require_str, shown
 from deepseek_recipe.enums import InferenceFinishReason
 
 __all__ = ["ChunkKind", "InferenceChunk", "PromptUsage", "TokenLogprobs"]
@@ -69,7 +69,7 @@ class InferenceChunk:
         return chunk
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"an InferenceChunk cannot be changed; build a new one instead of setting {name!r}")
+        raise AttributeError(f"an InferenceChunk cannot be changed; build a new one instead of setting {shown(name)}")
 
     @staticmethod
     def ready(*, prompt_usage: PromptUsage | None = None, system_fingerprint: str | None = None) -> InferenceChunk:
@@ -141,9 +141,9 @@ class InferenceChunk:
         if kind == "finish":
             name, names = str(settings.get("finish_reason")), InferenceFinishReason.__members__
             if name not in names:
-                raise ValueError(f"finish_reason must be one of {', '.join(names)}, not {name!r}")
+                raise ValueError(f"finish_reason must be one of {', '.join(names)}, not {shown(name)}")
             return InferenceChunk.finish(names[name])
-        raise ValueError(f"kind must be one of ready, text, tokens, finish, not {kind!r}")
+        raise ValueError(f"kind must be one of ready, text, tokens, finish, not {shown(kind)}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InferenceChunk) and self.to_dict() == other.to_dict()
@@ -175,7 +175,7 @@ def _sequence(name: str, value: object) -> Sequence[Any]:
 
 def _checked_logprobs(entry: object) -> TokenLogprobs:
     if not isinstance(entry, (tuple, list)):
-        raise TypeError(f"an entry of logprobs must be (logprob, [(token id, logprob), ...]), not {entry!r}")
+        raise TypeError(f"an entry of logprobs must be (logprob, [(token id, logprob), ...]), not {shown(entry)}")
     logprob, top = cast("Sequence[Any]", entry)
     pairs = [
         (checked_int("token id", token_id, _MAX_TOKEN_ID), _number(value)) for token_id, value in _sequence("top", top)
@@ -185,5 +185,5 @@ def _checked_logprobs(entry: object) -> TokenLogprobs:
 
 def _number(value: object) -> float:
     if isinstance(value, (str, bytes)):  # which float() would read
-        raise TypeError(f"a log probability must be a number, not {value!r}")
+        raise TypeError(f"a log probability must be a number, not {shown(value)}")
     return float(cast("float", value))

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deepseek_recipe.json_text import compact
+from deepseek_recipe.checks import clipped, shown
+from deepseek_recipe.json_text import compact, is_object, json_value, loads
 
 __all__ = ["DeltaShape", "StreamEvent"]
 
@@ -20,16 +21,17 @@ _EventT = TypeVar("_EventT", bound="StreamEvent")
 
 
 class DeltaShape:
-    """What the delta events of one kind share. `field` and `index` tell an accumulator where the text goes."""
+    """What the delta events of one kind share. `field`, `index`, `choice` tell an accumulator where the text goes."""
 
-    __slots__ = ("event_name", "field", "head", "index", "tail")
+    __slots__ = ("choice", "event_name", "field", "head", "index", "tail")
 
-    def __init__(self, field: str, head: str, tail: str, index: int = 0, event_name: str = "") -> None:
+    def __init__(self, field: str, head: str, tail: str, index: int = 0, event_name: str = "", choice: int = 0) -> None:
         self.field = field
         self.head = head
         self.tail = tail
         self.index = index
         self.event_name = event_name
+        self.choice = choice
 
 
 class StreamEvent:
@@ -66,16 +68,26 @@ class StreamEvent:
 
     @classmethod
     def from_dict(cls: type[_EventT], values: Mapping[str, Any]) -> _EventT:
-        """The event with these contents, as `to_dict` gave them."""
-        return cls(None, "", dict(values))
+        """The event with these contents, as `to_dict` gave them.
+
+        Raises: ValueError if its `type` is no word that an SSE stream can carry; as `json_value` for what is not JSON.
+        """
+        data = json_value(dict(values))
+        name = data.get("type", "")
+        if not isinstance(name, str) or not name.isprintable():
+            raise ValueError(f"the type of an event must be printable text, not {shown(name)}")
+        return cls(None, "", data)
 
     @classmethod
     def from_json(cls: type[_EventT], text: str) -> _EventT:
         """The event that `to_json` wrote.
 
-        Raises: ValueError if `text` is not a JSON object.
+        Raises: ValueError if `text` is not a JSON object, otherwise as `from_dict`.
         """
-        return cls(None, "", msgspec.json.decode(text, type=dict[str, Any]))
+        values = loads(text)
+        if not is_object(values):
+            raise ValueError(f"an event is a JSON object, not {clipped(text)}")
+        return cls.from_dict(values)
 
     def consume(self) -> tuple[DeltaShape | None, str, Mapping[str, Any]]:
         """What an accumulator needs: the shape and the text of a delta, or the contents of any other event.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from deepseek_recipe.checks import require_bool, require_instance, require_list, require_str
+from deepseek_recipe.checks import require_bool, require_instance, require_list, require_str, shown
 from deepseek_recipe.enums import ThinkingInitialStage
 from deepseek_recipe.tokens import DEFAULT_SPECIAL_TOKENS, SpecialToken, SpecialTokens
 
@@ -193,5 +193,5 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Protocol
 
-from deepseek_recipe.checks import require_instance, require_list, require_str
+from deepseek_recipe.checks import require_instance, require_list, require_str, shown
 from deepseek_recipe.enums import InferenceFinishReason
 from deepseek_recipe.streaming.decoder import shortest_float32
 from deepseek_recipe.streaming.events import DeltaShape, StreamEvent
@@ -98,9 +98,10 @@ class ResponsesChunkGenerator(ChunkGenerator):
         names: dict[str, tuple[str, str]] = {}
         for name, pair in namespace_tool_map.items():
             require_str("namespace_tool_map", name)
-            words = require_list(f"namespace_tool_map[{name!r}]", pair, str)
+            words = require_list(f"namespace_tool_map[{shown(name)}]", pair, str)
             if len(words) != 2:
-                raise ValueError(f"namespace_tool_map[{name!r}] must be (namespace, local name), not {pair!r}")
+                what = f"namespace_tool_map[{shown(name)}]"
+                raise ValueError(f"{what} must be (namespace, local name), not {shown(pair)}")
             names[name] = (words[0], words[1])
         generator = self.take()
         generator._namespaces = names

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from deepseek_recipe.checks import require_str
+from deepseek_recipe.checks import require_str, shown
 from deepseek_recipe.json_text import compact
 from deepseek_recipe.streaming.events import StreamEvent
 from deepseek_recipe.streaming.response import Response
@@ -45,6 +45,7 @@ class SseWriter:
     def error(self, message: str, *, kind: str = "server_error") -> bytes:
         """An error after the stream has begun, in the form that the clients of the API raise."""
         require_str("message", message)
+        require_str("kind", kind)
         error = self._response_class.error_event(message, kind)
         name: str | None = error.get("type")
         return _message(name, compact(error))
@@ -56,5 +57,7 @@ class SseWriter:
 
 
 def _message(name: str | None, data: str) -> bytes:
+    if name is not None and not name.isprintable():
+        raise ValueError(f"the name of an event must be printable text, which a line break is not: {shown(name)}")
     text = f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
     return text.encode()

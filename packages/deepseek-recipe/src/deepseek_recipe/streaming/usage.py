@@ -5,10 +5,11 @@ prompt = hit + miss          total = prompt + completion          reasoning ≤ 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Usage"]
+__all__ = ["Usage", "merged_chat_usage"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,19 @@ class Usage:
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens or 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+
+
+def merged_chat_usage(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One `usage` object of Chat Completions for several answers to one prompt."""
+    if len(usages) == 1:
+        return usages[0]
+    completion = sum(usage["completion_tokens"] for usage in usages)
+    merged = {**usages[0], "completion_tokens": completion, "total_tokens": usages[0]["prompt_tokens"] + completion}
+    reasoning = [
+        usage["completion_tokens_details"]["reasoning_tokens"]
+        for usage in usages
+        if "completion_tokens_details" in usage
+    ]
+    if reasoning:
+        merged["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return merged

@@ -38,7 +38,7 @@ class _Owner:
 
 
 def on_cuda_in_place(stored: Tensor, device: torch.device) -> Tensor:
-    """uint8 `stored`, contiguous on the host -> the same bytes as a tensor of a CUDA device; a small one is moved there.
+    """uint8 `stored`, contiguous on the host -> the same bytes as a tensor of a CUDA device; few bytes are moved there.
     Raises CapacityError where the system does not let that much memory be pinned.
     """
     if stored.numel() < _SMALLEST_BYTES:

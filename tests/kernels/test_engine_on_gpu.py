@@ -1,0 +1,61 @@
+"""The engine end to end on a GPU: the same tokens in any company, and what a graph needs. benchmarks/gpu/e2e.py reports
+more of the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.checkpoint.mapped_memory import on_cuda_in_place
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+PARAMS = [
+    SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=(0.0, 1.0, 0.8)[i % 3], top_p=(1.0, 0.9)[i % 2])
+    for i in range(64)
+]
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(11, 3000, int(length)).tolist() for length in random.integers(3, 600, len(PARAMS))]
+
+
+def answers(ids: list[list[int]], params: list[SamplingParams], **settings: object) -> list[list[int]]:
+    with LLM(model="tiny", accelerator="nvidia", batch_invariant=True, quiet=True, **settings) as llm:
+        outputs = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[list[int]]:
+    """64 requests in one batch, with drafts, graphs and overlap."""
+    return answers(prompts(), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"enforce_eager": True}, {"overlap": False}, {"num_drafts": 0}, {"max_num_seqs": 5}],
+    ids=["again", "without graphs", "without overlap", "without drafts", "small batches"],
+)
+def test_tokens_do_not_depend_on_how_they_are_computed(together: list[list[int]], settings: dict[str, object]) -> None:
+    assert answers(prompts(), PARAMS, **settings) == together
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 17])
+def test_a_request_alone_gets_the_tokens_that_it_gets_in_a_batch_of_64(together: list[list[int]], index: int) -> None:
+    assert answers([prompts()[index]], [PARAMS[index]]) == [together[index]]
+
+
+def test_host_memory_is_read_by_the_gpu_in_place() -> None:
+    stored = torch.randint(0, 256, (70 << 10, 1 << 10), dtype=torch.uint8)
+    seen = on_cuda_in_place(stored, torch.device("cuda"))
+    assert seen.device.type == "cuda"
+    rows = torch.randint(0, len(stored), (100,))
+    assert torch.equal(seen[rows.cuda()].cpu(), stored[rows])
+    stored[5] += 1  # not a copy
+    torch.cuda.synchronize()
+    assert torch.equal(seen[5].cpu(), stored[5])

@@ -157,8 +157,8 @@ def test_a_member_that_failed_between_dispatch_and_combine_still_plays_its_part(
 
 @pytest.mark.bad_input
 def test_a_layer_out_of_turn_is_named() -> None:
-    placement = random_placement(2, 1, E)
-    exchange = SharedExperts(SoleCommunicator(), placement_tables([placement], torch.device("cpu")), NUM_SLOTS)
+    table = placement_tables([random_placement(2, 1, E)], torch.device("cpu"))[0]
+    exchange = SharedExperts(SoleCommunicator(), {0: table, 1: table}, NUM_SLOTS)
     exchange.begin([0])
     with pytest.raises(ParallelError, match="layer 1 is exchanged, due are"):
         serve_experts(make_params(1), exchange, 1, CONFIG, REFERENCE)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
-from deepinfer_core.config.checks import check_integer, check_number
+from deepinfer_core.config.checks import check_choice, check_integer, check_number
 from deepinfer_core.config.topology import Topology
 from deepinfer_core.errors import ConfigError
 
-__all__ = ["ParallelConfig"]
+__all__ = ["ExpertTransport", "ParallelConfig"]
+
+ExpertTransport = Literal["torch", "deepep"]
 
 _MAX_RANKS = 65_536
 _MIN_DEADLINE_S = 1.0
@@ -26,6 +28,7 @@ class ParallelConfig:
     expert_parallel_size: Annotated[int, "ranks that share the experts"] = 1
     context_parallel_size: Annotated[int, "ranks that share a long prompt"] = 1
     engram_parallel_size: Annotated[int, "ranks that share the Engram tables"] = 1
+    expert_transport: Annotated[ExpertTransport, "how rows reach their experts; deepep was never run"] = "torch"
     collective_deadline_s: Annotated[float, "longest wait of a rank for another in a step"] = 120.0
     start_deadline_s: Annotated[float, "longest wait for every rank to appear"] = 60.0
 
@@ -34,6 +37,7 @@ class ParallelConfig:
             check_integer("data_parallel_size", self.data_parallel_size, 1, _MAX_RANKS, ConfigError)
         for name in ("expert_parallel_size", "context_parallel_size", "engram_parallel_size"):
             check_integer(name, getattr(self, name), 1, _MAX_RANKS, ConfigError)
+        check_choice("expert_transport", self.expert_transport, get_args(ExpertTransport), ConfigError)
         for name in ("collective_deadline_s", "start_deadline_s"):
             check_number(name, getattr(self, name), _MIN_DEADLINE_S, _MAX_DEADLINE_S, ConfigError)
         self.topology()

@@ -200,31 +200,31 @@ class GroupCommunicator(Communicator):
         self, name: str, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, watch: Watch
     ) -> None:
         super().__init__(name, ranks, dist.get_rank(group), device)
-        self._group = group
+        self.group = group
         self._watch = watch
 
     def _gather(self, data: Tensor, label: str) -> Tensor:
         gathered = self._empty(self.size * data.numel()).view(self.size, data.numel())
-        self._run(label, lambda: dist.all_gather(list(gathered.unbind()), data, self._group, async_op=True))
+        self._run(label, lambda: dist.all_gather(list(gathered.unbind()), data, self.group, async_op=True))
         return gathered
 
     def _exchange(self, data: Tensor, send: list[int], recv: list[int], label: str) -> Tensor:
         received = self._empty(sum(recv))
-        self._run(label, lambda: dist.all_to_all_single(received, data, recv, send, self._group, async_op=True))
+        self._run(label, lambda: dist.all_to_all_single(received, data, recv, send, self.group, async_op=True))
         return received
 
     def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Tensor:
         reduced = tensor.clone(memory_format=torch.contiguous_format)
-        self._run(label, lambda: dist.all_reduce(reduced, op, self._group, async_op=True))
+        self._run(label, lambda: dist.all_reduce(reduced, op, self.group, async_op=True))
         return reduced
 
     def _broadcast(self, data: Tensor, root: int, label: str) -> Tensor:
-        self._run(label, lambda: dist.broadcast(data, self.ranks[root], self._group, async_op=True))
+        self._run(label, lambda: dist.broadcast(data, self.ranks[root], self.group, async_op=True))
         return data
 
     def abort(self) -> None:
         """End collectives that are queued on a device; the group cannot be used afterwards."""
-        self._group.abort()
+        self.group.abort()
 
     def _run(self, label: str, issue: _Issue) -> None:
         """Enter, issue, wait. A device's work is only queued behind what its stream holds, and followed."""

@@ -82,6 +82,58 @@ class _Exchanged(DispatchedRows):
     num_chosen: int
 
 
+class ExpertExchange(Protocol):
+    """Moves rows to experts and outputs back."""
+
+    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
+        """x [R, D], logical expert ids [R, k] ascending, weights [R, k]; R may be 0. Padding rows never enter."""
+        ...
+
+    def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
+        """pairs [R', k', D], outputs of the local experts -> [R, k, D] of this process's own rows."""
+        ...
+
+
+class LocalExperts:
+    """One process owns every expert, expert e in slot e; nothing moves."""
+
+    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
+        """Hands the rows through."""
+        return DispatchedRows(x, ids, weights)
+
+    def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
+        """The pairs are already where they belong."""
+        return pairs
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchanged(DispatchedRows):
+    """The pairs (row, expert) that came, one a row; and what is needed to send their outputs home."""
+
+    layer: int
+    pairs_from: list[int]  # member -> pairs that came from it
+    pairs_to: list[int]  # member -> own pairs that went there
+    home: Tensor  # [sum(pairs_to)] flat index row * k + choice of each own pair, in the order sent
+    num_rows: int
+    num_chosen: int
+
+
+class ExchangeObserver(Protocol):
+    """Is told what an exchange does, layer by layer."""
+
+    def routed(self, layer: int, ids: Tensor) -> None:
+        """Own real rows go to experts [R, k]."""
+        ...
+
+    def experts_begin(self, layer: int) -> None:
+        """What came is there: the experts here can start."""
+        ...
+
+    def experts_end(self, layer: int) -> None:
+        """Their outputs are there."""
+        ...
+
+
 class SharedExperts:
     """Experts spread over the members of `comm` as `tables` (layer -> table) say; the exchange by all_to_all.
 
@@ -121,19 +173,27 @@ class SharedExperts:
 
     # ---- a layer ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
-        """See `ExpertExchange`. Raises ParallelError where `layer` is not the one that is due."""
+    def take_turn(self, layer: int) -> None:
+        """From here on the exchange of `layer` is under way. Raises ParallelError where another one is due."""
         if not self._due or self._due[0] != layer:
             raise ParallelError(f"layer {layer} is exchanged, due are {list(self._due)}; this is a bug in the engine")
+        self._due.popleft()
+
+    def locate(self, layer: int, ids: Tensor, origin: RowOrigin) -> tuple[Tensor, Tensor]:
+        """Member and its slot for each of ids [R, k]."""
+        rows = len(ids)
+        return self.tables[layer].locate(ids, self._start[origin.slot[:rows]], origin.position[:rows])
+
+    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
+        """See `ExpertExchange`. Raises ParallelError where `layer` is not the one that is due."""
         rows, k = ids.shape
-        start = self._start[origin.slot[:rows]]
-        owner, local = self.tables[layer].locate(ids, start, origin.position[:rows])  # [R, k] each
+        owner, local = self.locate(layer, ids, origin)  # [R, k] each
         goes = owner == self._peers[:, None, None]  # [G, R, k]
         peer, row = goes.any(-1).nonzero(as_tuple=True)  # by member, then by row
         chosen = goes[peer, row]  # [n, k]
         send_counts = torch.bincount(peer, minlength=self.comm.size)
         record = _pack(x[row], torch.where(chosen, local[row], -1), weights[row])
-        self._due.popleft()
+        self.take_turn(layer)
         recv_counts = self.comm.all_to_all_rows(
             send_counts[:, None], [1] * self.comm.size, [1] * self.comm.size, f"expert counts of layer {layer}"
         )[:, 0]

@@ -115,7 +115,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
     )
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, op_sources)
-    part = RankPart.of(world, model_config, config.experts.num_extra_experts)
+    part = RankPart.of(world, model_config, config)
     _check_weights_fit(config, model_config, choice.device, form, folder)
     folder = find_model()
     weights = load_model_weights(

@@ -16,9 +16,14 @@ from typing import Any
 import torch
 
 from deepinfer_core.checkpoint.sharding import engram_shares
+from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.config.parallel import ExpertTransport
+from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.params import ModelParams
+from deepinfer_core.parallel.communicator import Communicator, GroupCommunicator
+from deepinfer_core.parallel.deepep import DeepEpExperts, why_no_deepep
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.lockstep import Lockstep
 from deepinfer_core.parallel.owned import SharedEngram
@@ -39,19 +44,23 @@ class RankPart:
     placements: tuple[Placement, Placement] | None  # of layers and draft stages; None: not shared
     experts: Mapping[int, list[int]] | None
     engram_rows: Mapping[int, range] | None
+    transport: ExpertTransport = "torch"
 
     @classmethod
-    def of(cls, world: World | None, model: ModelConfig, num_extra_experts: int) -> RankPart:
+    def of(cls, world: World | None, model: ModelConfig, config: EngineConfig) -> RankPart:
         """The part that a rank starts with. Raises ConfigError where there are too many ranks for the experts."""
         if world is None or world.size == 1:
             return cls(None, None, None, None)
         expert, engram = world.along("expert"), world.along("engram")
-        placements = first_placements(model, expert.size, num_extra_experts) if expert.size > 1 else None
+        placements = None
+        if expert.size > 1:
+            placements = first_placements(model, expert.size, config.experts.num_extra_experts)
         return cls(
             world,
             placements,
             None if placements is None else held_experts(placements, expert.rank),
             None if engram.size == 1 else engram_shares(model, engram.rank, engram.size),
+            config.parallel.expert_transport,
         )
 
     @property
@@ -78,9 +87,7 @@ class RankPart:
         if world is None or (context is None and not self.steps_together):
             return Runner(model, params, kernels, config, **named)
         expert, engram = world.along("expert"), world.along("engram")
-        exchange = None
-        if self.placements is not None:
-            exchange = SharedExperts(expert, placement_tables(self.placements, expert.device), config.num_slots)
+        exchange = None if self.placements is None else self._exchange(expert, self.placements, model, config)
         return RankRunner(
             model,
             params,
@@ -92,4 +99,27 @@ class RankPart:
             engram=None if self.engram_rows is None else SharedEngram(engram, params.engram_tables()),
             pads=params.embed.device.type != "cpu",  # a CPU has no graphs, and computes what it is padded with
             **named,
+        )
+
+    def _exchange(
+        self,
+        comm: Communicator,
+        placements: tuple[Placement, Placement],
+        model: ModelConfig,
+        config: RunnerConfig,
+    ) -> SharedExperts:
+        tables = placement_tables(placements, comm.device)
+        if self.transport == "torch":
+            return SharedExperts(comm, tables, config.num_slots)
+        reason = why_no_deepep(comm.device)
+        if reason is not None or not isinstance(comm, GroupCommunicator):
+            raise KernelError(f"expert_transport is 'deepep' and that cannot be used: {reason}; take 'torch'")
+        return DeepEpExperts(
+            comm,
+            tables,
+            config.num_slots,
+            group=comm.group,
+            most_rows=max(config.max_step_rows, config.num_slots * model.dspark_block_size),
+            num_chosen=max(model.num_experts_per_tok, model.dspark_num_experts_per_tok),
+            hidden_size=model.hidden_size,
         )

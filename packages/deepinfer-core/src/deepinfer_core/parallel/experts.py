@@ -82,58 +82,6 @@ class _Exchanged(DispatchedRows):
     num_chosen: int
 
 
-class ExpertExchange(Protocol):
-    """Moves rows to experts and outputs back."""
-
-    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
-        """x [R, D], logical expert ids [R, k] ascending, weights [R, k]; R may be 0. Padding rows never enter."""
-        ...
-
-    def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
-        """pairs [R', k', D], outputs of the local experts -> [R, k, D] of this process's own rows."""
-        ...
-
-
-class LocalExperts:
-    """One process owns every expert, expert e in slot e; nothing moves."""
-
-    def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
-        """Hands the rows through."""
-        return DispatchedRows(x, ids, weights)
-
-    def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
-        """The pairs are already where they belong."""
-        return pairs
-
-
-@dataclass(frozen=True, eq=False)
-class _Exchanged(DispatchedRows):
-    """The pairs (row, expert) that came, one a row; and what is needed to send their outputs home."""
-
-    layer: int
-    pairs_from: list[int]  # member -> pairs that came from it
-    pairs_to: list[int]  # member -> own pairs that went there
-    home: Tensor  # [sum(pairs_to)] flat index row * k + choice of each own pair, in the order sent
-    num_rows: int
-    num_chosen: int
-
-
-class ExchangeObserver(Protocol):
-    """Is told what an exchange does, layer by layer."""
-
-    def routed(self, layer: int, ids: Tensor) -> None:
-        """Own real rows go to experts [R, k]."""
-        ...
-
-    def experts_begin(self, layer: int) -> None:
-        """What came is there: the experts here can start."""
-        ...
-
-    def experts_end(self, layer: int) -> None:
-        """Their outputs are there."""
-        ...
-
-
 class SharedExperts:
     """Experts spread over the members of `comm` as `tables` (layer -> table) say; the exchange by all_to_all.
 

@@ -25,6 +25,11 @@ from deepinfer_core.checkpoint.memory_plan import (
     plan_memory,
 )
 from deepinfer_core.checkpoint.resolve import resolve_model
+from deepinfer_core.cli import plan_cluster
+from deepinfer_core.cli.console import console
+from deepinfer_core.cluster.hardware import DEVICES, Device, device_named
+from deepinfer_core.cluster.model_work import ModelWork
+from deepinfer_core.cluster.speed import SpeedEstimate, estimate_speed
 from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import ConfigError
@@ -32,7 +37,6 @@ from deepinfer_core.errors import ConfigError
 __all__ = ["add_parser", "run"]
 
 _GB = 10**9
-_WIDTH_OF_FILES = 160  # of output that is no terminal: tables are not cut
 _HELD = {"experts": "split by expert", "draft": "experts split", "engram_table": "split by row"}
 _CACHES_HELD = {
     "blocks": "of its sequences",
@@ -51,34 +55,62 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "config.json and safetensors headers alone. Exit status 1 when it does not fit. GB are 10^9 bytes.",
     )
     parser.add_argument("--model", help="a checkpoint folder (config.json is enough), a hub name, or 'tiny'")
-    parser.add_argument("--devices", type=int, default=1, help="ranks that experts and sequences are spread over (1)")
-    parser.add_argument(
-        "--memory", type=float, metavar="GB", help="memory of one device; nothing is limited without it"
-    )
-    parser.add_argument("--host-memory", type=float, metavar="GB", help="memory of the host")
-    parser.add_argument(
-        "--memory-fraction", type=float, default=DEFAULT_MEMORY_FRACTION,
-        help=f"share of device memory to plan with ({DEFAULT_MEMORY_FRACTION})",
-    )  # fmt: skip
-    parser.add_argument("--context", type=int, help="tokens of each sequence (the model's limit)")
-    parser.add_argument("--sequences", type=int, default=1, help="sequences at once, over all devices (1)")
-    parser.add_argument(
-        "--step-rows", type=int, default=DEFAULT_STEP_ROWS, help=f"rows of the largest step ({DEFAULT_STEP_ROWS})"
-    )
-    parser.add_argument("--drafts", type=int, help="draft length (the checkpoint's)")
-    parser.add_argument(
-        "--engram", choices=get_args(EngramStorage), default="memory", help="where Engram tables live (memory)"
-    )
-    parser.add_argument(
-        "--form", choices=get_args(Form), default="packed",
-        help="packed: weights and caches as released, for accelerators; plain: float32, the CPU reference (packed)",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--cluster", metavar="FILE",
+        help="simulate the cluster of FILE (TOML or JSON, docs/cluster.md) instead; --model unset: the released model",
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="PNG", help="with --cluster: draw throughput over per-user speed")
+    _add_memory_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of a plan of one machine; those that are given with --cluster are refused."""
+    flags = parser.add_argument_group("one machine, or one group of devices")
+    actions = [
+        flags.add_argument(
+            "--device", choices=tuple(DEVICES), help="the kind of device: sets --memory, and adds an estimate of speed"
+        ),
+        flags.add_argument(
+            "--devices", type=int, default=1, help="ranks that experts and sequences are spread over (1)"
+        ),
+        flags.add_argument(
+            "--memory", type=float, metavar="GB", help="memory of one device; nothing is limited without it"
+        ),
+        flags.add_argument("--host-memory", type=float, metavar="GB", help="memory of the host"),
+        flags.add_argument(
+            "--memory-fraction", type=float, default=DEFAULT_MEMORY_FRACTION,
+            help=f"share of device memory to plan with ({DEFAULT_MEMORY_FRACTION})",
+        ),
+        flags.add_argument("--context", type=int, help="tokens of each sequence (the model's limit)"),
+        flags.add_argument("--sequences", type=int, default=1, help="sequences at once, over all devices (1)"),
+        flags.add_argument(
+            "--step-rows", type=int, default=DEFAULT_STEP_ROWS, help=f"rows of the largest step ({DEFAULT_STEP_ROWS})"
+        ),
+        flags.add_argument("--drafts", type=int, help="draft length (the checkpoint's)"),
+        flags.add_argument(
+            "--engram", choices=get_args(EngramStorage), default="memory", help="where Engram tables live (memory)"
+        ),
+        flags.add_argument(
+            "--form", choices=get_args(Form), default="packed",
+            help="packed: weights and caches as released, for accelerators; plain: float32, the CPU reference (packed)",
+        ),
+    ]  # fmt: skip
+    parser.set_defaults(memory_flags={action.dest: action.default for action in actions})
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits, else 1. Raises DeepInferError for what cannot be planned."""
+    if args.cluster is not None:
+        given = [name for name, default in args.memory_flags.items() if getattr(args, name) != default]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ConfigError(f"{flags}: not with --cluster; the FILE says what the cluster is")
+        return plan_cluster.run(args, console())
+    if args.plot is not None:
+        raise ConfigError("--plot draws a cluster; give --cluster FILE")
+    device = None if args.device is None else device_named(args.device)
     folder = resolve_model(args.model, weights=False)
     config = ModelConfig.from_folder(folder)
     checked = _check_files(folder, config)
@@ -86,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         context_tokens=config.max_position_embeddings if args.context is None else args.context,
         num_sequences=args.sequences,
         num_devices=args.devices,
-        device_bytes=_bytes("--memory", args.memory),
+        device_bytes=_device_bytes(args.memory, device),
         host_bytes=_bytes("--host-memory", args.host_memory),
         memory_fraction=args.memory_fraction,
         engram_storage=args.engram,
@@ -95,11 +127,32 @@ def run(args: argparse.Namespace) -> int:
         num_drafts=args.drafts,
     )
     plan = plan_memory(config, workload)
+    speed = None if device is None else _speed(config, workload, device)
     if args.json:
-        print(json.dumps(_as_json(plan, config, folder, checked), indent=1))
+        print(json.dumps(_as_json(plan, config, folder, checked, speed), indent=1))
     else:
-        _show(_console(), plan, config, folder, checked)
+        _show(console(), plan, config, folder, checked)
+        if device is not None and speed is not None:
+            console().print(_speed_sentence(speed, device), highlight=False, markup=False)
     return 0 if plan.fits else 1
+
+
+def _device_bytes(gigabytes: float | None, device: Device | None) -> int | None:
+    if gigabytes is None and device is not None:
+        return int(device.memory.value)
+    return _bytes("--memory", gigabytes)
+
+
+def _speed(config: ModelConfig, workload: Workload, device: Device) -> SpeedEstimate:
+    return estimate_speed(
+        ModelWork.of(config),
+        device,
+        num_devices=workload.num_devices,
+        num_sequences=workload.num_sequences,
+        context_tokens=workload.context_tokens,
+        num_drafts=config.dspark_block_size if workload.num_drafts is None else workload.num_drafts,
+        step_rows=workload.step_rows,
+    )
 
 
 def _bytes(name: str, gigabytes: float | None) -> int | None:
@@ -128,7 +181,9 @@ def _check_files(folder: Path, config: ModelConfig) -> str:
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def _as_json(plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str) -> dict[str, Any]:
+def _as_json(
+    plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str, speed: SpeedEstimate | None
+) -> dict[str, Any]:
     return {
         "model": str(folder),
         "checked": checked,
@@ -142,20 +197,16 @@ def _as_json(plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str) 
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
         "ranks": [dataclasses.asdict(rank) | {"total": rank.total} for rank in plan.ranks],
+        "speed_estimate": None if speed is None else dataclasses.asdict(speed),
     }
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_OF_FILES)
-
-
-def _show(console: Console, plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str) -> None:
-    console.print(f"{folder}: {checked}.", highlight=False, markup=False)
-    console.print(_checkpoint_table(config))
-    console.print(_rank_table(plan))
+def _show(out: Console, plan: MemoryPlan, config: ModelConfig, folder: Path, checked: str) -> None:
+    out.print(f"{folder}: {checked}.", highlight=False, markup=False)
+    out.print(_checkpoint_table(config))
+    out.print(_rank_table(plan))
     for line in _sentences(plan, config):
-        console.print(line, highlight=False, markup=False)
+        out.print(line, highlight=False, markup=False)
 
 
 def _checkpoint_table(config: ModelConfig) -> Table:
@@ -221,6 +272,20 @@ def _engram_sentence(plan: MemoryPlan) -> str:
     if plan.disk_bytes:
         return f"Engram tables: {_shown(plan.disk_bytes)} stay on disk; only looked-up rows are read."
     return f"Engram tables: {_shown(plan.host_bytes)} of host memory, one copy for all ranks."
+
+
+def _speed_sentence(speed: SpeedEstimate, device: Device) -> str:
+    def shown(values: tuple[float, float], scale: float = 1.0) -> str:
+        least, most = (f"{value * scale:,.3g}" if value * scale < 100 else f"{value * scale:,.0f}" for value in values)
+        return least if least == most else f"{least} to {most}"
+
+    return (
+        f"Speed on {device.name}, an ESTIMATE: {shown(speed.user_tokens_per_s)} tokens/s a sequence, "
+        f"{shown(speed.decode_tokens_per_s)} in all ({shown(speed.step_s, 1e3)} ms a step of "
+        f"{shown(speed.tokens_a_step)} tokens a sequence); prefill: {shown(speed.prefill_tokens_per_s)} tokens/s. "
+        "From the sizes of the model and the peaks of the device, calibrated on curves published for SM100; the share "
+        "of the peaks that is reached is assumed to be the same here. docs/cluster.md."
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

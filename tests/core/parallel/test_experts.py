@@ -179,7 +179,17 @@ def test_the_first_placement_holds_every_expert_once_and_spreads_the_extra_ones(
             assert [expert for one in held for expert in one[stage]] == list(range(CONFIG.dspark_n_routed_experts))
 
 
+def test_members_beyond_the_experts_of_the_drafter_hold_none_of_them() -> None:
+    _, stages = first_placements(CONFIG, 6, 0)
+    held = [held_experts([stages], member)[0] for member in range(6)]
+    assert sorted(expert for one in held for expert in one) == [0, 1, 2]
+    table = placement_tables([stages], torch.device("cpu"))[0]
+    origin = RowOrigin(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    owner, local = table.locate(torch.arange(3)[:, None], origin.slot, origin.position)
+    assert [held[int(member)][int(slot)] for member, slot in zip(owner, local, strict=True)] == [0, 1, 2]
+
+
 @pytest.mark.bad_input
 def test_more_members_than_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="slots is 6; it must be an integer from 7"):
+    with pytest.raises(ConfigError, match=r"expert_parallel_size is 7; .* has 6 experts .*: at most 6 ranks"):
         first_placements(CONFIG, 7, 0)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.expert_load import REPLICA_ONE, REPLICA_STEP, TokenSplit, split_tokens
 from deepinfer_core.scheduling.expert_placement import ExpertTopology, Placement, plan
 
@@ -47,25 +48,28 @@ class PlacementTable:
 
 def first_placements(config: ModelConfig, num_members: int, num_extra_experts: int) -> tuple[Placement, Placement]:
     """Of the layers and of the draft stages, before anything is known of the load: experts in order, extra slots spread
-    by the planner. Draft stages have no extra slots.
+    by the planner. Draft stages have no extra slots, and members beyond their experts hold none of them.
 
-    Raises ConfigError where there are fewer slots than members.
+    Raises ConfigError where a member would hold no expert of the layers.
     """
     topology = ExpertTopology(num_devices=num_members)
+    num_slots = config.n_routed_experts + num_extra_experts
+    if num_slots < num_members:
+        raise ConfigError(
+            f"expert_parallel_size is {num_members}; a layer of this model has {config.n_routed_experts} experts and "
+            f"num_extra_experts is {num_extra_experts}: at most {num_slots} ranks can share them"
+        )
+    layers = _in_order(config.num_hidden_layers, config.n_routed_experts, topology)
+    if num_extra_experts:
+        even = np.ones((config.num_hidden_layers, config.n_routed_experts))
+        layers = plan(even, None, topology, num_slots).placement
+    return layers, _in_order(config.num_nextn_predict_layers, config.dspark_n_routed_experts, topology)
 
-    def place(num_layers: int, num_experts: int, num_slots: int) -> Placement:
-        even = np.ones((num_layers, num_experts))
-        planned = plan(even, None, topology, num_slots).placement  # checks the sizes, too
-        if num_slots > num_experts:
-            return planned
-        in_order = np.broadcast_to(np.arange(num_slots), (num_layers, num_slots))
-        return Placement(in_order, planned.slot_start, num_experts)
 
-    layers = place(config.num_hidden_layers, config.n_routed_experts, config.n_routed_experts + num_extra_experts)
-    stages, drafting = config.num_nextn_predict_layers, config.dspark_n_routed_experts
-    if stages == 0:
-        return layers, Placement(np.zeros((0, num_members), np.int64), topology.slot_start(num_members), 0)
-    return layers, place(stages, drafting, drafting)
+def _in_order(num_layers: int, num_experts: int, topology: ExpertTopology) -> Placement:
+    """Expert e in slot e."""
+    rows = np.broadcast_to(np.arange(num_experts), (num_layers, num_experts))
+    return Placement(rows, topology.slot_start(num_experts), num_experts)
 
 
 def held_experts(placements: Sequence[Placement], member: int) -> dict[int, list[int]]:

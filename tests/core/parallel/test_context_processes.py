@@ -1,4 +1,4 @@
-"""`LLM(context_parallel_size=2)`: two processes that share long prompts, experts and Engram tables answer as one does."""
+"""`LLM(context_parallel_size=2)`: two processes that share long prompts, experts and Engram answer as one does."""
 
 from __future__ import annotations
 

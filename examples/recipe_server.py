@@ -62,11 +62,12 @@ APIS = {
 def create_app(
     engine: Engine, tokenizer: recipe.Tokenizer | None = None, options: recipe.ConversionOptions | None = None
 ) -> FastAPI:
-    """The application. `tokenizer` is needed for engines that send token ids."""
+    """The application. `tokenizer` is needed for engines that send token ids, and to count tokens."""
     app = FastAPI(title="deepseek-recipe server")
     options = options or recipe.ConversionOptions()
     for path, api in APIS.items():
         app.add_api_route(path, partial(answer, api, engine, tokenizer, options), methods=["POST"])
+    app.add_api_route("/v1/messages/count_tokens", partial(count_tokens, tokenizer, options), methods=["POST"])
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]  (the decorator registers it)
@@ -99,6 +100,22 @@ async def answer(
     if converted.stream:
         return StreamingResponse(stream(api, first, events), media_type=recipe.SseWriter.content_type)
     return await complete(api, first, events, incoming)
+
+
+async def count_tokens(
+    tokenizer: recipe.Tokenizer | None, options: recipe.ConversionOptions, incoming: Request
+) -> Response:
+    """How many tokens the prompt of a Messages request has. Nothing is generated."""
+    if tokenizer is None:
+        return json_response(anthropic_error_body("this server has no tokenizer to count with"), 501)
+    try:
+        converted = recipe.MessagesRequest(await incoming.body()).convert(options)
+    except recipe.ConversionError as error:
+        return json_response(anthropic_error_body(str(error)), error.status_code)
+    except ValueError as error:
+        return json_response(anthropic_error_body(str(error)), 400)
+    count = await asyncio.to_thread(recipe.count_tokens, converted, tokenizer)  # other requests need not wait for it
+    return json_response(json.dumps({"input_tokens": count}), 200)
 
 
 async def stream(api: Api, first: Any, events: recipe.AsyncStreamProcessor) -> AsyncIterator[bytes]:
@@ -203,8 +220,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, help="serve there until interrupted; without it, one question and the end")
     parser.add_argument("--delay", type=float, default=0.02, help="seconds between two tokens")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, for /v1/messages/count_tokens")
     args = parser.parse_args()
-    app = create_app(ScriptedEngine(demo_script, delay_s=args.delay))
+    tokenizer = recipe.Tokenizer.from_file(args.tokenizer) if args.tokenizer else None
+    app = create_app(ScriptedEngine(demo_script, delay_s=args.delay), tokenizer)
     if args.port is not None:
         uvicorn.run(app, host=args.host, port=args.port)
         return

@@ -66,8 +66,8 @@ def serve(example: ModuleType) -> Iterator[Callable[..., Server]]:
     """Starts servers on free ports; all of them stop at the end of the module."""
     running: list[tuple[Any, threading.Thread]] = []
 
-    def start(engine: Any) -> Server:
-        config = uvicorn.Config(example.create_app(engine), host="127.0.0.1", port=0, log_level="error")
+    def start(engine: Any, tokenizer: recipe.Tokenizer | None = None) -> Server:
+        config = uvicorn.Config(example.create_app(engine, tokenizer), host="127.0.0.1", port=0, log_level="error")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -257,6 +257,31 @@ def test_message_errors_have_the_shape_of_the_api(demo: Server) -> None:
         demo.anthropic.messages.create(model="claude", messages=USER, max_tokens=10)
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_tokens_of_a_message_are_counted(
+    example: ModuleType, serve: Callable[..., Server], v41_tokenizer: recipe.Tokenizer
+) -> None:
+    server = serve(example.ScriptedEngine(example.demo_script), v41_tokenizer)
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    counted = server.anthropic.messages.count_tokens(model=MODEL, messages=USER, system="Be brief.", tools=tools)
+    conversation = recipe.Conversation(
+        [recipe.SystemMessage("Be brief."), recipe.UserMessage("hello")],
+        tools=[recipe.ToolDefinition("weather", None, SCHEMA)],
+        reasoning_effort="high",
+    )
+    ids = recipe.DeepseekV41Encoding().with_tokenizer(v41_tokenizer).encode(conversation)
+    assert counted.input_tokens == len(ids) > 100
+    with pytest.raises(anthropic.BadRequestError, match="claude"):
+        server.anthropic.messages.count_tokens(model="claude", messages=USER)
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
+        server.anthropic.messages.count_tokens(model=MODEL, messages=5)
+
+
+def test_a_server_without_a_tokenizer_says_that_it_cannot_count(demo: Server) -> None:
+    with pytest.raises(anthropic.APIStatusError, match="no tokenizer") as caught:
+        demo.anthropic.messages.count_tokens(model=MODEL, messages=USER)
+    assert caught.value.status_code == 501
 
 
 # ---- Early ends ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ OFFERED = frozenset(
         "shared_expert",
         "combine_experts",
         "engram_gate",
+        "draw_token",
         "markov_step",
     )
 )

@@ -74,6 +74,7 @@ def _rows(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     yield "mhc_mix", ("mhc_gates", (streams, dim, columns, c.hc_sinkhorn_iters, "float32"))
     yield "mhc_collapse", ("mhc_collapse", (streams, dim, "bfloat16", "float32"))
     yield "mhc_expand", ("mhc_expand", (streams, dim, "bfloat16", "float32"))
+    yield "draw_token", ("draw_blocks", ())
     yield "engram_gate", ("engram_gate", (streams, dim, "bfloat16", "float32"))
 
 

@@ -74,6 +74,10 @@ class Kernels:
     engram_rows: Callable[..., Tensor]
     engram_gate: Callable[..., Tensor]
     markov_step: Callable[..., tuple[Tensor, Tensor]]
+    # sampling
+    draw_token: Callable[
+        ..., tuple[Tensor, Tensor]
+    ]  # scores [R, V] float32, seed [R], position [R], stream -> ids, failed
     # no operation: rows of a step come in multiples of this, 1 where every operation takes any number without waste
     row_multiple: int = 8
 
@@ -117,6 +121,7 @@ _EXACT = frozenset(
         "plan_index",
         "plan_experts",
         "combine_experts",
+        "draw_token",
     )
 )
 _FLOAT32_TOLERANCES = {

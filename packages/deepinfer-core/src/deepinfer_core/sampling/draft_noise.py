@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepinfer_core.sampling.draw import draw_token
+from deepinfer_core.sampling.draw import DrawToken, draw_token
 from deepinfer_core.sampling.filters import RowFilters
 from deepinfer_core.sampling.philox import gumbel_noise
 from deepinfer_core.sampling.streams import Stream
@@ -36,6 +36,7 @@ class DraftNoise:
     num_ids: int  # ids from here on have no token
     num_steps: int
     stream: Stream
+    draw: DrawToken = draw_token
     _block: Tensor | None = field(default=None, init=False)  # [S, num_steps, ids]
 
     def choose(self, step: int, logits: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class DraftNoise:
         if len(self.seed) * self.num_steps * self.num_ids <= _SMALL_BLOCK:
             token = scores.add(self._block_noise()[:, step]).argmax(1)
         else:
-            token, _ = draw_token(scores, self.seed, self.first_position + step, self.stream)
+            token, _ = self.draw(scores, self.seed, self.first_position + step, int(self.stream))
         return token.where(~self.greedy, likeliest)
 
     def _block_noise(self) -> Tensor:

@@ -37,7 +37,7 @@ from deepinfer_core.config.sampling import LogprobsMode
 from deepinfer_core.config.scheduler import Verification
 from deepinfer_core.sampling import processors
 from deepinfer_core.sampling.draft_noise import DraftNoise
-from deepinfer_core.sampling.draw import argmax_token, draw_token
+from deepinfer_core.sampling.draw import DrawToken, argmax_token, draw_token
 from deepinfer_core.sampling.filters import RowFilters, rows_of, to_device
 from deepinfer_core.sampling.history import TokenHistory
 from deepinfer_core.sampling.logprobs import LogprobRows, token_logprobs
@@ -118,7 +118,8 @@ class Sampler:
     """Draws and verifies tokens for up to `num_slots` requests at once (module docstring).
 
     vocab_size: width of the logits. mask_from: ids from here on have no token (`len(tokenizer)`) and are never drawn.
-    mode: how drafts are verified. logprobs_mode: for requests that don't choose.
+    mode: how drafts are verified. logprobs_mode: for requests that don't choose. draw: `draw_token` of the device's
+    kernels.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Sampler:
         eos_token_id: int,
         mode: Verification = "coupled",
         logprobs_mode: LogprobsMode = "raw",
+        draw: DrawToken = draw_token,
     ) -> None:
+        self._draw_token = draw
         self._num_ids = min(mask_from, vocab_size)
         self._device = torch.device(device)
         self._mode = mode
@@ -187,6 +190,7 @@ class Sampler:
             self._num_ids,
             num_steps,
             Stream.TOKEN if self._mode == "coupled" else Stream.DRAFT,
+            self._draw_token,
         )
 
     # ---- steps of sample() ----------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ class Sampler:
         if not step.random.size:
             return argmax_token(step.adjusted)
         seed = self._to_device(step.records["seed"][step.random])
-        token, failed = draw_token(step.filtered, seed, rows_of(position, step.random) + 1)
+        token, failed = self._draw_token(step.filtered, seed, rows_of(position, step.random) + 1, int(Stream.TOKEN))
         if len(token) == len(step.adjusted):
             return token, failed
         all_token, all_failed = argmax_token(step.adjusted)

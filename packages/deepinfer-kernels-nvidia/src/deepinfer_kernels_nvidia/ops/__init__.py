@@ -8,6 +8,7 @@ from typing import Any
 from deepinfer_kernels_nvidia.ops.attention import attend, plan_keys
 from deepinfer_kernels_nvidia.ops.cache_write import round_index, write_entries, write_index_keys, write_window
 from deepinfer_kernels_nvidia.ops.copy_rows import copy_rows
+from deepinfer_kernels_nvidia.ops.draw import draw_token
 from deepinfer_kernels_nvidia.ops.dspark import markov_step
 from deepinfer_kernels_nvidia.ops.engram import engram_gate
 from deepinfer_kernels_nvidia.ops.experts import combine_experts, plan_experts, run_experts, shared_expert
@@ -49,4 +50,5 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "combine_experts": combine_experts,
     "engram_gate": engram_gate,
     "markov_step": markov_step,
+    "draw_token": draw_token,
 }

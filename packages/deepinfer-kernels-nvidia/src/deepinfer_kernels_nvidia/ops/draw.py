@@ -1,6 +1,7 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""The draw of a token (design: sampling/philox.py of the core): argmax_v (x_v + G(seed, position, v)), lowest id of equals.
+"""The draw of a token (kernels/reference/philox.py of the core): argmax_v (x_v + G(seed, position, v)), the lowest id of
+equals.
 
     words of ids 4 c .. 4 c + 3 = Philox4x32-10(counter (c, position low, high, stream), key (seed low, high))
     G = float32(-ln(-ln((w + 0.5) 2^-32))), both logarithms in float64
@@ -30,10 +31,10 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 @program
-def draw_blocks_program(num_ids: int):
+def draw_blocks_program():
     """scores [rows, num_ids] with any row stride -> the best of every block of ids."""
-    rows, stride = T.dynamic("rows"), T.dynamic("stride", "int64")
-    blocks = -(-num_ids // _IDS)
+    rows, num_ids, blocks = T.dynamic("rows"), T.dynamic("num_ids"), T.dynamic("blocks")
+    stride = T.dynamic("stride", "int64")
 
     @T.macro
     def philox(word, low, high):
@@ -105,7 +106,7 @@ def draw_token(scores: Tensor, seed: Tensor, position: Tensor, stream: int) -> t
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     keys = torch.empty(rows, -(-num_ids // _IDS), dtype=torch.int64, device=scores.device)
     if rows:
-        draw_blocks_program(num_ids)(scores, seed.contiguous(), position.contiguous(), keys, int(stream))
+        draw_blocks_program()(scores, seed.contiguous(), position.contiguous(), keys, int(stream))
     best = keys.amax(1)
     value = best >> 32
     return (_LAST_ID - (best & _LAST_ID)).clamp_max(num_ids - 1), (value >= _INFINITY) | (value <= ~_INFINITY)

@@ -57,6 +57,7 @@ def all_cases() -> Iterator[Case]:
     yield from _indexer()
     yield from _experts()
     yield from _engram_and_draft()
+    yield from _draws()
 
 
 def _randn(g: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
@@ -344,3 +345,26 @@ def _engram_and_draft() -> Iterator[Case]:
         return o.markov_step(r["base"], r["hidden"], r["previous"], s["embed"], s["head"], s["confidence"])
 
     yield Case("markov_step", "384", make_draft, markov)
+
+
+def _draws() -> Iterator[Case]:
+    for ids in (5, 3000, 8193):
+
+        def make(rows: int, g: torch.Generator, ids: int = ids) -> tuple[Inputs, Inputs]:
+            scores = _randn(g, rows, ids, scale=3.0)
+            scores[0, ::2] = float("-inf")
+            if rows > 3:
+                scores[1] = float("-inf")  # nothing can be drawn
+                scores[2, ids // 2] = float("nan")
+                scores[3, :-1] = float("-inf")
+            row = {"scores": scores, "seed": _randint(g, -(2**62), 2**62, rows)}
+            return row | {"position": _randint(g, 0, 2**34, rows)}, {}
+
+        def draw(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            for stream in (0, 3):
+                token, failed = o.draw_token(r["scores"], r["seed"], r["position"], stream)
+                found += [token.masked_fill(failed, 0), failed]  # the id of a failed draw means nothing
+            return tuple(found)
+
+        yield Case("draw_token", str(ids), make, draw)

@@ -17,6 +17,7 @@ from deepinfer_core.kernels.reference.cache_ops import (
     write_window,
 )
 from deepinfer_core.kernels.reference.compressor import pool_pairs
+from deepinfer_core.kernels.reference.draw import draw_token
 from deepinfer_core.kernels.reference.dspark import markov_step
 from deepinfer_core.kernels.reference.engram import engram_gate, engram_rows
 from deepinfer_core.kernels.reference.indexer import candidate_blocks, select_entries
@@ -58,4 +59,5 @@ REFERENCE = Kernels(
     engram_rows=engram_rows,
     engram_gate=engram_gate,
     markov_step=markov_step,
+    draw_token=draw_token,
 )

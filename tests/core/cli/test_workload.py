@@ -194,8 +194,9 @@ def test_a_drafter_that_is_always_wrong_is_reported_once(caplog: pytest.LogCaptu
         meter = llm._engine.scheduler.speculation.meter
         warnings = [one for one in caplog.records if "hardly any draft is accepted" in one.message]
         assert len(warnings) == int(meter.has_collapsed)
-        meter.verified[:] = 10_000
-        meter._tried[:], meter._taken[:] = 1_000.0, 0.0
+        depth = len(meter.verified)
+        for _ in range(200):  # a drafter that promises something and is always wrong
+            meter.observe(np.full((depth, 16), 0.5, np.float32), np.full(16, depth), np.zeros(16, np.int64))
         with caplog.at_level(logging.WARNING, "deepinfer_core"):
             for _ in range(2):
                 llm.generate("hello", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

@@ -95,7 +95,7 @@ class SimulatedDevice:
     """Implements `Device` of `runtime/engine_loop.py`.
 
     encoder_layers, window: for the rule of exact replay. acceptance: (low, high) of the drafts' confidences.
-    step_seconds: None = no latency. clock, sleep: of the host.
+    optimism: added to the confidences that it reports. step_seconds: None = no latency. clock, sleep: of the host.
     """
 
     num_blocks: int
@@ -105,6 +105,7 @@ class SimulatedDevice:
     window: int = 128
     encoder_layers: int = 20
     acceptance: tuple[float, float] = (0.5, 0.95)
+    optimism: float = 0.0
     faults: Faults = field(default_factory=Faults)
     step_seconds: Callable[[StepPlan], float] | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -327,7 +328,7 @@ class SimulatedDevice:
             token = np.where(_uniform(state, _COIN_STREAM) < confidence, target, (target + 1) % self.vocab_size)
             wanted = j < proposals
             drafts[wanted, j] = token[wanted]
-            confidences[wanted, j] = confidence[wanted]
+            confidences[wanted, j] = np.minimum(confidence[wanted] + self.optimism, 1.0)
         return drafts, confidences
 
     def _logprobs(

@@ -13,13 +13,14 @@ import numpy as np
 
 from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.acceptance import UNKNOWN_SURVIVAL
 from deepinfer_core.scheduling.budget import survivals
 from deepinfer_core.scheduling.endings import Ending, find_endings
 from deepinfer_core.scheduling.flight import Flight
 from deepinfer_core.scheduling.lifecycle import Lifecycle
 from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array, StepResult, TokenLogprobs
 from deepinfer_core.scheduling.request import FinishReason, StepOutputs
-from deepinfer_core.scheduling.speculation import SpeculationPlanner, promised_tokens
+from deepinfer_core.scheduling.speculation import SpeculationPlanner
 
 __all__ = ["Committer"]
 
@@ -46,7 +47,7 @@ class Committer:
         ending = find_endings(self._table, slots, columns, result.num_tokens[entries])
         failures = self._watch(slots, tokens, ending)
         numbers = self._table.number[slots]
-        self._learn(slots, entries, result)
+        self._learn(slots, entries, flight, result)
         self._take_tokens(slots, columns, ending.kept)
         self._finish(slots, tokens, ending, failures)
         finished, self._life.finished = tuple(self._life.finished), []
@@ -126,15 +127,16 @@ class Committer:
         if self._life.quarantine.alone is not None and len(slots):
             self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
 
-    def _learn(self, slots: Int64Array, entries: Int64Array, result: StepResult) -> None:
+    def _learn(self, slots: Int64Array, entries: Int64Array, flight: Flight, result: StepResult) -> None:
         """Acceptance of the drafts that were verified, and survivals of the new ones."""
         table = self._table
         if table.num_drafts == 0:
             return
         verified = result.num_verified[entries].astype(np.int64)
         accepted = result.num_tokens[entries].astype(np.int64) - 1
-        promised = promised_tokens(table.survival[:, slots], verified)
-        self._speculation.observe(verified, accepted, promised)
+        tried = np.flatnonzero(verified)
+        if len(tried) and len(flight.decode_slots):
+            self._speculation.observe(flight.planned_survival(slots[tried]), verified[tried], accepted[tried])
         self._life.stats.verified_drafts += int(verified.sum())
         self._life.stats.accepted_drafts += int(accepted.sum())
         drafts = np.ascontiguousarray(result.draft_tokens[entries].T)  # [D', N]
@@ -143,7 +145,9 @@ class Committer:
         table.held_drafts[slots[at_rest]] = proposed[at_rest]
         if self._speculation.needs_stale:
             table.stale_survival[:, slots] = table.survival[:, slots]
-        table.survival[:, slots] = self._survival(result.confidences[entries].T, proposed)
+        survival = self._survival(result.confidences[entries].T, proposed)
+        table.survival[:, slots] = survival
+        self._speculation.learn(survival if proposed.all() else survival[:, proposed > 0])
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()
 
@@ -151,7 +155,7 @@ class Committer:
         survival = np.zeros((self._table.num_drafts, len(proposed)), np.float32)
         depth = min(len(confidences), self._table.num_drafts)
         survival[:depth] = survivals(np.ascontiguousarray(confidences[:depth]), proposed)
-        survival[:, proposed == 0] = 1.0  # nothing was proposed, so nothing is known
+        survival[:, proposed == 0] = UNKNOWN_SURVIVAL
         return survival
 
     # ---- ends -------------------------------------------------------------------------------------------------------

@@ -1,18 +1,19 @@
 """`CostModel`: seconds of a step by its rows, measured at start and corrected while serving.
 
-    step seconds = verify(rows) + draft(requests)
+    step seconds = speed x (verify(rows) + draft(requests))
 
     verify   |            ________/    up to `captured_rows` a staircase: a step is padded to the next captured size
              |    _______|             above it a straight line between the measured points
              | __|                     never falling: a larger step that looks cheaper is noise
 
-The corrections are one factor a measured point, an average over the steps that were seen near it.
+Corrections are factors: of the speed, of each point of the verify table, of each point of the draft table. A step shows
+only their product with its time, so a Kalman filter over their logarithms shares the surprise out: to what is known
+least, and to the speed, which drifts fastest. Steps with and without drafting tell the two tables apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,13 @@ from deepinfer_core.scheduling.budget import Float64Array
 
 __all__ = ["CostModel", "CostTable"]
 
-_CORRECTION_RATE = 0.1  # weight of one measured step
-_MAX_CORRECTION = 8.0  # a pause of the process is not a property of the device
-_REBUILD_STEPS = 16
+# Standard deviations of logarithms, so about relative ones.
+_STEP_NOISE = 0.15  # of a measured step
+_SPEED_PRIOR, _SPEED_DRIFT = 0.5, 0.02  # drifts are a step's
+_POINT_PRIOR, _POINT_DRIFT = 0.25, 0.002
+_DRAFT_PRIOR = 0.4  # of all points of the drafter together
+_MOST_SURPRISE = math.log(2.0)  # a pause of the process is not a property of the device
+_REBUILD_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +50,63 @@ class CostTable:
         if not all(math.isfinite(t) and t > 0 for t in self.seconds):
             raise ConfigError(f"the times of a cost table must be positive: {list(self.seconds)}")
 
-    def dense(self, max_rows: int, correction: Sequence[float] | Float64Array | None = None) -> Float64Array:
-        """Seconds for 0..max_rows rows [max_rows + 1], each point times its correction, made monotone."""
-        points = np.asarray(self.seconds) * (1.0 if correction is None else np.asarray(correction))
-        points = _monotone(points)
+    def dense(self, max_rows: int, factors: Float64Array | None = None) -> Float64Array:
+        """Seconds for 0..max_rows rows [max_rows + 1], each point times its factor, made monotone."""
+        measured: Float64Array = np.array(self.seconds, np.float64)
+        points = _monotone(measured if factors is None else measured * factors)
         sizes = np.asarray(self.rows, np.float64)
         wanted = np.arange(max_rows + 1, dtype=np.float64)
         seconds = np.interp(wanted, sizes, points)
         if len(points) > 1:  # beyond the last point: its slope goes on
             slope = (points[-1] - points[-2]) / (sizes[-1] - sizes[-2])
-            seconds += np.maximum(wanted - sizes[-1], 0.0) * slope
+            seconds += np.clip(wanted - sizes[-1], 0.0, None) * slope
         padded = wanted <= min(self.captured_rows, self.rows[-1])
         seconds[padded] = points[np.searchsorted(sizes, wanted[padded])]
         return seconds
 
+    def neighbours(self, size: int) -> tuple[tuple[int, float], ...]:
+        """The points that the cost at `size` comes from, with their weights: two, or one."""
+        upper = int(np.searchsorted(self.rows, size))
+        if upper == len(self.rows):
+            return ((upper - 1, 1.0),)
+        if upper == 0 or self.rows[upper] == size or size <= self.captured_rows:
+            return ((upper, 1.0),)
+        weight = (size - self.rows[upper - 1]) / (self.rows[upper] - self.rows[upper - 1])
+        return (upper - 1, 1.0 - weight), (upper, weight)
+
 
 class CostModel:
-    """Prior tables with a correction a point, learned from the steps that ran.
-
-    max_rows, max_requests: of a step; tables are continued to there.
-    """
+    """Prior tables, corrected by the steps that ran. `max_rows`, `max_requests`: of a step; tables reach to there."""
 
     def __init__(self, verify: CostTable, draft: CostTable, *, max_rows: int, max_requests: int) -> None:
-        self._verify = verify
         self.max_rows = max_rows
         self.max_requests = max_requests
-        self._correction = np.ones(len(verify.rows))
+        self._verify_table, self._draft_table = verify, draft
+        self._first_draft = 1 + len(verify.rows)  # factors: speed, verify points, draft points
+        num_factors = self._first_draft + len(draft.rows)
+        self._log_factor = np.zeros(num_factors)
+        self._covariance = np.diag(np.full(num_factors, _POINT_PRIOR**2))
+        self._covariance[0, 0] = _SPEED_PRIOR**2
+        self._covariance[self._first_draft :, self._first_draft :] += _DRAFT_PRIOR**2
+        self._drift = np.full(num_factors, _POINT_DRIFT**2)
+        self._drift[0] = _SPEED_DRIFT**2
         self._observed = 0
-        self._prior_seconds = verify.dense(max_rows)
-        self._verify_seconds = self._prior_seconds
-        self._draft_seconds = draft.dense(max_requests)
+        self.shared_rows = 0  # of the fullest of the ranks that step together, without drafts: computed in any case
+        self._rebuild()
 
     def verify_seconds(self, first_rows: int, count: int) -> Float64Array:
         """Cost of the target's pass for first_rows, first_rows + 1, .. rows, `count` values at most [<= count]."""
-        return self._verify_seconds[first_rows : first_rows + count]
+        return np.maximum(self._verify_seconds[first_rows : first_rows + count], self._shared_seconds())
+
+    def verify_seconds_at(self, rows: Float64Array) -> Float64Array:
+        """The same for mean numbers of rows [n], which need not be whole."""
+        table = self._verify_seconds
+        seconds: Float64Array = np.interp(rows, np.arange(len(table), dtype=np.float64), table)
+        return np.maximum(seconds, self._shared_seconds())
+
+    def _shared_seconds(self) -> float:
+        """What the step costs in any case: tables rise."""
+        return float(self._verify_seconds[min(self.shared_rows, self.max_rows)])
 
     def draft_seconds(self, num_requests: int) -> float:
         """Cost of drafting for so many requests; drafting for none is free."""
@@ -86,14 +114,34 @@ class CostModel:
 
     def observe(self, rows: int, num_drafting: int, seconds: float) -> None:
         """Correct the model by a step that took `seconds` for `rows` rows and drafts for `num_drafting` requests."""
-        rows = min(rows, self.max_rows)
-        ratio = (seconds - self.draft_seconds(num_drafting)) / self._prior_seconds[rows]
-        ratio = min(max(ratio, 1 / _MAX_CORRECTION), _MAX_CORRECTION)
-        point = min(int(np.searchsorted(self._verify.rows, rows)), len(self._correction) - 1)
-        self._correction[point] += _CORRECTION_RATE * (ratio - self._correction[point])
+        rows = min(max(rows, self.shared_rows), self.max_rows)
+        verify, draft = float(self._verify_seconds[rows]), self.draft_seconds(num_drafting)
+        effect = np.zeros(len(self._log_factor))  # of each log factor on the log of the step's seconds
+        effect[0] = 1.0
+        for point, weight in self._verify_table.neighbours(rows):
+            effect[1 + point] = weight * verify / (verify + draft)
+        if num_drafting:
+            for point, weight in self._draft_table.neighbours(num_drafting):
+                effect[self._first_draft + point] = weight * draft / (verify + draft)
+        # The tables in use are of the last rebuild; what was learned since then is in the factors.
+        known = effect @ (self._log_factor - self._built_from)
+        surprise = math.log(seconds / (verify + draft)) - known
+        surprise = min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
+        spread = self._covariance @ effect
+        gain = spread / (effect @ spread + _STEP_NOISE**2)
+        self._log_factor += gain * surprise
+        self._covariance -= np.outer(gain, spread)
+        self._covariance[np.diag_indices_from(self._covariance)] += self._drift
         self._observed += 1
         if self._observed % _REBUILD_STEPS == 0:
-            self._verify_seconds = self._verify.dense(self.max_rows, self._correction)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        factors = np.exp(self._log_factor)
+        verify, draft = factors[1 : self._first_draft], factors[self._first_draft :]
+        self._verify_seconds = factors[0] * self._verify_table.dense(self.max_rows, verify)
+        self._draft_seconds = factors[0] * self._draft_table.dense(self.max_requests, draft)
+        self._built_from = self._log_factor.copy()
 
 
 def _monotone(values: Float64Array) -> Float64Array:

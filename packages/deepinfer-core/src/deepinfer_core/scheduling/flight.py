@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepinfer_core.scheduling.plan import Int32Array, Int64Array, StepPlan
+from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array, StepPlan
 from deepinfer_core.scheduling.planner import StepSegments
 from deepinfer_core.scheduling.slots import Phase, SlotTable
 
@@ -27,7 +27,14 @@ class Flight:
     slots: Int64Array  # [M] slots that draw tokens
     generation: Int32Array  # [M]
     lengths: Int64Array  # [M] drafts under verification
+    decode_slots: Int64Array  # [D] the slots among them that can have any, ascending
+    survival: FloatArray  # [drafts, D] what was known of those drafts
     computed: tuple[tuple[int, int, int], ...]  # (slot, generation, prompt rows below this position are computed)
+
+    def planned_survival(self, slots: Int64Array) -> FloatArray:
+        """[drafts, N] what was known of the drafts of `slots` [N], which had some under verification."""
+        column = np.searchsorted(self.decode_slots, slots)
+        return self.survival[:, np.minimum(column, len(self.decode_slots) - 1)]
 
 
 def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
@@ -46,7 +53,8 @@ def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
     table.held_drafts[segments.decode.slots] = segments.decode.proposals
     table.held_drafts[new] = [segment.proposals for segment in sampling]
     computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in segments.prefill)
-    return Flight(plan, slots, table.generation[slots], lengths, computed)
+    decode = segments.decode
+    return Flight(plan, slots, table.generation[slots], lengths, decode.slots, decode.survival, computed)
 
 
 def land(table: SlotTable, flight: Flight) -> None:

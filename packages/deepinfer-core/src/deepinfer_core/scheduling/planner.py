@@ -70,17 +70,14 @@ class Planner:
         anchor = table.length[slots] - 1 + table.in_flight_max[slots]
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
         reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
-        lengths = self._speculation.lengths(
-            table.survival[:, slots],
-            table.stale_survival[:, slots],
-            caps,
-            reserved,
-            self._max_rows - len(slots) - reserved,
-        )
+        survival = table.survival[:, slots]
+        stale = table.stale_survival[:, slots] if self._speculation.needs_stale else survival
+        room = self._max_rows - len(slots) - reserved
+        lengths = self._speculation.lengths(survival, stale, caps, reserved, room)
         kept = self._hold_memory(slots, anchor, lengths)
         if kept is not None:
-            slots, anchor, lengths = slots[kept], anchor[kept], lengths[kept]
-        decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots))
+            slots, anchor, lengths, survival = slots[kept], anchor[kept], lengths[kept], survival[:, kept]
+        decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots), survival)
         return self._constrain(decode) if table.constrained[slots].any() else decode
 
     def _ready_slots(self) -> Int64Array:
@@ -97,7 +94,8 @@ class Planner:
         """Drafts to propose after this step: no more than could still be verified before the limit."""
         table = self._life.table
         next_anchor = table.length[slots] + table.in_flight_min[slots]
-        return np.clip(table.limit[slots] - 2 - next_anchor, 0, self._speculation.proposals).astype(np.int32)
+        wanted = self._speculation.proposals(len(slots))
+        return np.clip(table.limit[slots] - 2 - next_anchor, 0, wanted).astype(np.int32)
 
     def _hold_memory(self, slots: Int64Array, anchor: Int64Array, lengths: Int64Array) -> Int64Array | None:
         """See to it that every row has a block; `lengths` is cut where memory is short.
@@ -163,7 +161,8 @@ class Planner:
             if drafts != table.request(slot).drafts[: len(drafts)]:
                 given[i] = drafts
             masks.update({(i, row): mask for row, mask in enumerate(answer.masks) if mask is not None})
-        return DecodeSegments(slots, decode.anchor[kept], lengths, decode.proposals[kept], given, masks)
+        proposals, survival = decode.proposals[kept], decode.survival[:, kept]
+        return DecodeSegments(slots, decode.anchor[kept], lengths, proposals, survival, given, masks)
 
     def _constrained_rows(self, slot: int, room: int) -> ConstrainedRows | None:
         """What the constraint of `slot` makes of its drafts. None: it failed, and the request ended with its error."""
@@ -234,10 +233,10 @@ class Planner:
                 return None
             mask = answer.masks[0]
         usable = int(table.limit[slot]) - 2 - first - left  # as in _proposals; the token to draw is the next anchor
-        proposals = max(0, min(usable, self._speculation.proposals))
+        proposals = max(0, min(usable, self._speculation.first_proposals))
         return PrefillSegment(slot, first, count, samples=True, proposals=proposals, mask=mask)
 
 
 def _no_decode() -> DecodeSegments:
     none = np.zeros(0, np.int64)
-    return DecodeSegments(none, none, none, none.astype(np.int32))
+    return DecodeSegments(none, none, none, none.astype(np.int32), np.zeros((0, 0), np.float32))

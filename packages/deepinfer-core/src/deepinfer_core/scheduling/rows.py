@@ -15,6 +15,7 @@ from deepinfer_core.scheduling.plan import (
     Admission,
     BoolArray,
     Content,
+    FloatArray,
     Int32Array,
     Int64Array,
     Release,
@@ -40,6 +41,7 @@ class DecodeSegments:
     anchor: Int64Array  # [D] largest position that the anchor can turn out to have
     lengths: Int64Array  # [D] drafts under verification
     proposals: Int32Array  # [D] drafts to propose afterwards
+    survival: FloatArray  # [drafts, D] what was known of the drafts under verification
     given: dict[int, list[int]] = field(
         default_factory=dict[int, list[int]]
     )  # index in D -> drafts set by a constraint

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "check_order"]
 
+_DECODE_SHARE = 8  # a step with fewer prompt rows than one in so many is one of decoding
 _MAX_PRIORITY = 1_000
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_PROMPT = 2**26
@@ -172,7 +173,15 @@ class Scheduler:
         if segments.is_empty:
             return None
         releases, self._life.releases = tuple(self._life.releases), []
-        plan = build_plan(self._step, self._table, segments.decode, segments.prefill, segments.admissions, releases)
+        plan = build_plan(
+            self._step,
+            self._table,
+            segments.decode,
+            segments.prefill,
+            segments.admissions,
+            releases,
+            stores_draft_context=self._speculation.keeps_context,
+        )
         self._flights.append(launch(self._table, plan, segments))
         self._step += 1
         self._count(plan)

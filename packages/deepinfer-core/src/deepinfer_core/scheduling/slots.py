@@ -16,6 +16,7 @@ import numpy as np
 
 from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.acceptance import UNKNOWN_SURVIVAL
 from deepinfer_core.scheduling.plan import Int32Array, Int64Array
 from deepinfer_core.scheduling.request import Request, RequestStatus
 
@@ -23,7 +24,6 @@ __all__ = ["NO_BLOCK", "NO_TOKEN", "Phase", "SlotTable"]
 
 NO_BLOCK: Final = -1
 NO_TOKEN: Final = -1
-_UNKNOWN_SURVIVAL: Final = 1.0  # no confidence known yet: verify, and learn
 
 
 class Phase(IntEnum):
@@ -121,7 +121,7 @@ class SlotTable:
         self.decoder_from[slot] = request.decoder_from
         self.in_flight_min[slot] = self.in_flight_max[slot] = 0
         self.held_drafts[slot] = self.draft_from[slot] = 0
-        self.survival[:, slot] = self.stale_survival[:, slot] = _UNKNOWN_SURVIVAL
+        self.survival[:, slot] = self.stale_survival[:, slot] = UNKNOWN_SURVIVAL
         self.eos[slot] = NO_TOKEN if params.ignore_eos else eos_token_id
         self.stop_from[slot] = request.prompt_tokens + params.min_tokens
         self._set_stop_ids(slot, tuple(params.stop_token_ids or ()))

@@ -1,15 +1,15 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""The draw of a token (kernels/reference/philox.py of the core): argmax_v (x_v + G(seed, position, v)), the lowest id of
-equals.
+"""The draw of a token: argmax_v (x_v + G(seed, position, v)), the lowest id of equals; G is defined in the core's
+kernels/reference/philox.py.
 
     words of ids 4 c .. 4 c + 3 = Philox4x32-10(counter (c, position low, high, stream), key (seed low, high))
     G = float32(-ln(-ln((w + 0.5) 2^-32))), both logarithms in float64
 
     row   | block 0: 8192 ids | block 1 | ..      a block's threads make four ids at a time and keep the best of theirs
 
-The noise never goes through memory: a row is read once. A block's best is one integer, (ordered bits of the value) << 32
-| (2^31 - 1 - id), so the largest of them is the largest value with the lowest id. A NaN counts as infinite, so that it
+The noise never goes through memory: a row is read once. A block's best is one integer: the ordered bits of the value,
+then 2^31 - 1 - id, so the largest of them is the largest value with the lowest id. A NaN counts as infinite, so that it
 is found; a row without a finite best has failed.
 """
 
@@ -101,7 +101,7 @@ def draw_blocks_program():
 
 
 def draw_token(scores: Tensor, seed: Tensor, position: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-    """scores [R, V] float32, seed and position [R] int64 -> ids [R] int64, failed [R] bool; see contract `draw_token`."""
+    """scores [R, V] float32, seed and position [R] int64 -> ids [R] int64, failed [R]; see contract `draw_token`."""
     rows, num_ids = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     keys = torch.empty(rows, -(-num_ids // _IDS), dtype=torch.int64, device=scores.device)

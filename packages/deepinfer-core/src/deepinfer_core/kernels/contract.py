@@ -76,8 +76,6 @@ class Kernels:
     markov_step: Callable[..., tuple[Tensor, Tensor]]
     # sampling
     draw_token: Callable[..., tuple[Tensor, Tensor]]  # scores [R, V] float32, seed, position, stream -> ids, failed [R]
-        ..., tuple[Tensor, Tensor]
-    ]  # scores [R, V] float32, seed [R], position [R], stream -> ids, failed
     # no operation: rows of a step come in multiples of this, 1 where every operation takes any number without waste
     row_multiple: int = 8
 

@@ -17,6 +17,7 @@ compressor is cut. Only numpy; every rank computes the same from the same plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,15 +52,15 @@ class AttentionWork:
         """position [n] -> [n]; never falls as the position grows."""
         c = self.config
         seen = position.astype(np.int64) + 1
-        keys = np.zeros_like(seen)
+        keys = np.minimum(seen, c.sliding_window) * len(self.layers)
+        for ratio, count in Counter(c.compress_ratios[layer] for layer in self.layers).items():
+            if ratio:
+                keys += np.minimum(seen // ratio, c.index_topk) * count
         scored = np.zeros_like(seen)
-        for layer in self.layers:
-            keys += np.minimum(seen, c.sliding_window)
-            if ratio := c.compress_ratios[layer]:
-                keys += np.minimum(seen // ratio, c.index_topk)
-            if ratio and layer in c.index_source_layer_ids:
-                most = c.candidate_topk_blocks * c.candidate_block_size if c.uses_candidates(layer) else None
-                scored += np.minimum(seen // ratio, most) if most is not None else seen // ratio
+        for layer in set(self.layers) & set(c.index_source_layer_ids):
+            visible = seen // c.compress_ratios[layer]
+            most = c.candidate_topk_blocks * c.candidate_block_size
+            scored += np.minimum(visible, most) if c.uses_candidates(layer) else visible
         return 2 * c.num_attention_heads * c.head_dim * keys + c.index_n_heads * c.index_head_dim * scored
 
 

@@ -34,10 +34,8 @@ _FINISH_REASONS: Final = {
 }
 
 
-class ChatCompletionChunk(StreamEvent):
+class ChatCompletionChunk(StreamEvent, eq=False):
     """One `chat.completion.chunk`. SSE gives it no name."""
-
-    __slots__ = ()
 
 
 class ChatCompletionChunkGenerator(ChunkGenerator):

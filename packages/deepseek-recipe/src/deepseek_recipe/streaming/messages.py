@@ -37,10 +37,8 @@ _DELTAS: Final = {
 _TEXT_FIELDS: Final = {"thinking": "thinking", "text": "text"}  # of a type of block
 
 
-class MessagesStreamEvent(StreamEvent):
+class MessagesStreamEvent(StreamEvent, eq=False):
     """One event of a Messages stream."""
-
-    __slots__ = ()
 
 
 class MessagesChunkGenerator(ChunkGenerator):

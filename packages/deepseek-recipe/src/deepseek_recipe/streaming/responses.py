@@ -60,10 +60,8 @@ _UNSPECIFIED: Final[Mapping[str, Any]] = {
 }
 
 
-class ResponsesStreamEvent(StreamEvent):
+class ResponsesStreamEvent(StreamEvent, eq=False):
     """One event of a Responses stream."""
-
-    __slots__ = ()
 
 
 class ResponsesChunkGenerator(ChunkGenerator):

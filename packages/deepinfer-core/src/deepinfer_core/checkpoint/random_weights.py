@@ -32,6 +32,8 @@ __all__ = ["random_weights"]
 
 _OUTPUT_SCALE = 0.2
 _EXPERT_OUTPUT_SCALE = 0.1
+_TABLE_ROWS = 1 << 22  # of an Engram table, drawn at once
+_FLOAT = torch.float32
 
 
 def random_weights(
@@ -163,7 +165,11 @@ class _Draw:
     def engram(self, layer: int, constants: EngramHash) -> EngramWeights:
         c = self.config
         num_rows = c.engram_num_embeddings[c.engram_layer_ids.index(layer)]
-        codes, scales = quantize_rows(self.normal(num_rows, c.engram_head_dim, scale=1.0, dtype=torch.float32))
+        parts = [
+            quantize_rows(self.normal(min(_TABLE_ROWS, num_rows - start), c.engram_head_dim, scale=1.0, dtype=_FLOAT))
+            for start in range(0, num_rows, _TABLE_ROWS)
+        ]
+        codes, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
         table = EngramTable(codes.view(torch.uint8), scales.view(torch.uint8), num_rows, 0, self.dtype, self.device)
         return EngramWeights(
             wkv=self.matrix((c.hc_mult + 1) * c.hidden_size, c.engram_columns * c.engram_head_dim),

@@ -23,9 +23,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="to simulate (30)")
     args = parser.parse_args()
 
-    print(
-        f"{'prefill':>8} {'decode':>7}  {'output tokens/s':>15}  {'first token, 99 %':>17}  {'tokens/s a user':>15}  limit"
-    )
+    columns = "{:>8} {:>7}  {:>15}  {:>17}  {:>15}  {}"
+    print(columns.format("prefill", "decode", "output tokens/s", "first token, 99 %", "tokens/s a user", "limit"))
     for prefill_devices in (32, 64, 96):
         plan = ClusterPlan(
             cluster=ClusterSettings(load=args.load, seconds=args.seconds, warmup_seconds=15.0, scale_down=8),
@@ -34,9 +33,14 @@ def main() -> None:
         )
         run = simulate(Cluster(plan, RELEASE, "position"))
         print(
-            f"{prefill_devices:>8} {DEVICES - prefill_devices:>7}  {run.output_tokens_per_s:>15,.0f}"
-            f"  {run.first_token_s.p99:>15.2f} s  {run.user_tokens_per_s.p50:>15.0f}"
-            f"  {run.capacity.bottleneck}{'' if run.keeps_up else ', which does not keep up'}"
+            columns.format(
+                prefill_devices,
+                DEVICES - prefill_devices,
+                f"{run.output_tokens_per_s:,.0f}",
+                f"{run.first_token_s.p99:.2f} s",
+                f"{run.user_tokens_per_s.p50:.0f}",
+                run.capacity.bottleneck + ("" if run.keeps_up else ", which does not keep up"),
+            )
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 
 from deepinfer_core.cluster.figures import Figure
 from deepinfer_core.cluster.plan_file import ClusterPlan, plan_from_tables, read_plan
+from deepinfer_core.cluster.report import variants
 from deepinfer_core.errors import ConfigError
+from tests.workspace.conftest import ROOT
+
+DOCUMENTATION = ROOT / "docs/cluster.md"
 
 FULL = """
 [cluster]
@@ -78,6 +83,26 @@ def test_every_input_says_how_it_is_known(tmp_path: Path) -> None:
     assert inputs["prefill.expert_parallel"]["mark"] == "published"
     settings = sum(len(dataclasses.fields(section)) for _, section in read_plan(written(tmp_path, FULL)).sections())
     assert len(inputs) == settings
+
+
+def test_the_example_of_the_documentation_is_a_plan(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```toml\n(.*?)^```", DOCUMENTATION.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    plan = read_plan(written(tmp_path, example))
+    assert [changed for changed, _ in variants(plan)] == [
+        {"load": 0.5},
+        {"load": 1.0},
+        {"load": 1.5},
+        {"prefill_devices": 64, "decode_devices": 96},
+        {"prefill_devices": 128, "decode_devices": 32},
+    ]
+    assert plan.inputs()["traffic.0.turn_tokens"] == {"value": 1500.0, "mark": "measured", "source": "FILE"}
+
+
+@pytest.mark.bad_input
+def test_a_sweep_to_a_split_that_is_no_plan_is_named() -> None:
+    plan = plan_from_tables({"sweep": {"prefill_devices": [32]}})
+    with pytest.raises(ConfigError, match=r"sweep\.prefill_devices 32 of 128 devices: decode\.devices is 96"):
+        list(variants(plan))
 
 
 def test_a_figure_is_a_value_with_its_mark() -> None:

@@ -150,9 +150,15 @@ def _speed(config: ModelConfig, workload: Workload, device: Device) -> SpeedEsti
         num_devices=workload.num_devices,
         num_sequences=workload.num_sequences,
         context_tokens=workload.context_tokens,
-        num_drafts=config.dspark_block_size if workload.num_drafts is None else workload.num_drafts,
+        num_drafts=_drafts(config, workload),
         step_rows=workload.step_rows,
     )
+
+
+def _drafts(config: ModelConfig, workload: Workload) -> int:
+    if not config.num_nextn_predict_layers:
+        return 0
+    return config.dspark_block_size if workload.num_drafts is None else workload.num_drafts
 
 
 def _bytes(name: str, gigabytes: float | None) -> int | None:

@@ -34,10 +34,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.model is not None:
         work = ModelWork.of(ModelConfig.from_folder(resolve_model(args.model, weights=False)))
     plan = read_plan(Path(args.cluster))
-    figure = None if args.plot is None else _new_figure()
+    picture = None if args.plot is None else (_new_figure(), Path(args.plot))
     report = plan_cluster(plan, work)
-    if figure is not None:
-        _plot(report, figure, Path(args.plot))
+    if picture is not None:
+        _plot(report, *picture)
     if args.json:
         print(json.dumps(as_json(report), indent=1))
     else:

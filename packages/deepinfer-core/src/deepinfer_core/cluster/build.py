@@ -119,7 +119,7 @@ class Cluster:
     def _check_prefill_memory(self) -> None:
         w, pool = self.work, self.plan.prefill
         weights = w.dense_bytes + w.layers * w.num_experts / pool.expert_parallel * w.expert_bytes
-        memory = device_named(pool.device).memory.value * self.plan.decode.memory_fraction
+        memory = device_named(pool.device).memory.value * pool.memory_fraction
         if weights > memory:
             raise CapacityError(
                 f"weights of EP{pool.expert_parallel} take {weights / 1e9:.0f} GB of a prefill rank, which has "
@@ -130,6 +130,8 @@ class Cluster:
         c = self.plan.cluster
         rate = sum(t.requests_per_s for t in self.plan.traffic) * c.load / c.scale_down
         requests = rate * (c.seconds + c.warmup_seconds)
+        if self.plan.trace is not None:
+            requests += self.plan.trace.num_requests / c.scale_down
         if requests > _MAX_REQUESTS:
             raise ConfigError(
                 f"the run would have {requests:,.0f} requests; at most {_MAX_REQUESTS:,} are simulated. "

@@ -4,7 +4,8 @@
     [prefill]     device, number, EP size, chunk            [decode]     device, number, EP size, requests a rank
     [drafts]      length, schedule, acceptance              [balance]    rearrangements, drift
     [store]       capacity, rates                           [transfer]   prefill to decode
-    [[traffic]]   one table a class: chat, agent            [sweep]      further runs: loads, splits of the devices
+    [[traffic]]   one table a class: chat, agent            [trace]      path of a recorded trace instead, or beside
+    [sweep]       further runs: loads, splits of devices
     [marks]       "decode.device" = "measured"              how the FILE's own values are known; else "assumed"
 
 Every value has a default, so an empty FILE is a plan: the published unit of 64 prefill and 64 decode devices.
@@ -26,8 +27,9 @@ from deepinfer_core.cluster.figures import Mark
 from deepinfer_core.cluster.hardware import DEVICES
 from deepinfer_core.cluster.prefix_store import StoreSettings
 from deepinfer_core.cluster.settings import Section, declared, list_at, setting, table_at
+from deepinfer_core.cluster.trace import Trace, read_trace
 from deepinfer_core.cluster.traffic import KINDS, TrafficSettings
-from deepinfer_core.config.checks import check_choice, check_integer, check_number
+from deepinfer_core.config.checks import check_choice, check_integer, check_number, shown
 from deepinfer_core.errors import ConfigError
 
 __all__ = [
@@ -69,6 +71,7 @@ class PrefillSettings(Section):
     chunk_tokens: int = setting(16_384, 128, 2**20, "assumed", "rows of a rank in a step")
     keep_tokens: int = setting(140, 0, 2**20, "published", "rows of a prompt that run through the decoder half")
     replay_tokens: int = setting(128, 0, 2**20, "published", "rows computed again after a hit: the window")
+    memory_fraction: float = setting(0.9, 0.05, 1.0, "published", "gpu_memory_utilization, field.md 0")
     balanced_context: bool = setting(False, 0, 0, "assumed", "a step's rows spread evenly over the ranks")
 
 
@@ -126,13 +129,17 @@ class ClusterPlan:
         default_factory=lambda: tuple(TrafficSettings(**kind) for kind in KINDS.values())  # pyright: ignore[reportArgumentType] -- by name
     )
     sweep: SweepSettings = field(default_factory=SweepSettings)
+    trace: Trace | None = None
     given: Mapping[str, Mark] = field(default_factory=dict[str, Mark])  # names of values from a FILE -> their marks
 
     def __post_init__(self) -> None:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
             self._check_pool(name, pool)
-        if not sum(t.requests_per_s for t in self.traffic) * self.cluster.load > 0:
-            raise ConfigError("no request ever arrives: give a class of [[traffic]] requests_per_s above 0")
+        if not self.cluster.load > 0 or (self.trace is None and not any(t.requests_per_s for t in self.traffic)):
+            raise ConfigError(
+                "no request ever arrives: give cluster.load and requests_per_s of a class of [[traffic]] above 0, or a "
+                "[trace]"
+            )
 
     def _check_pool(self, name: str, pool: PrefillSettings | DecodeSettings) -> None:
         scale, size = self.cluster.scale_down, pool.expert_parallel
@@ -157,6 +164,9 @@ class ClusterPlan:
                 if full in self.given:
                     mark, source = self.given[full], "FILE"
                 shown_inputs[full] = {"value": getattr(section, spec.name), "mark": mark, "source": source}
+        if self.trace is not None:
+            mark = self.given.get("trace.path", "assumed")
+            shown_inputs["trace.path"] = {"value": self.trace.path, "mark": mark, "source": "FILE"}
         return shown_inputs
 
     def sections(self) -> list[tuple[str, Section]]:
@@ -179,18 +189,21 @@ def read_plan(path: Path) -> ClusterPlan:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is no {kind}: {error}; a name that ends in .json is read as JSON") from error
     try:
-        return plan_from_tables(tables)
+        return plan_from_tables(tables, path.parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def plan_from_tables(tables: Any) -> ClusterPlan:
-    """The plan of decoded tables. Raises ConfigError that names unknown sections and keys."""
+def plan_from_tables(tables: Any, folder: Path = Path()) -> ClusterPlan:
+    """The plan of decoded tables; the path of a trace is relative to `folder`.
+
+    Raises ConfigError that names unknown sections and keys.
+    """
     sections: dict[str, type[Section]] = {
         "cluster": ClusterSettings, "prefill": PrefillSettings, "decode": DecodeSettings, "drafts": DraftSettings,
         "balance": BalanceSettings, "store": StoreSettings, "transfer": TransferSettings,
     }  # fmt: skip
-    known = [*sections, "traffic", "sweep", "marks"]
+    known = [*sections, "traffic", "trace", "sweep", "marks"]
     tables = table_at("a plan", tables)
     unknown = [name for name in tables if name not in known]
     if unknown:
@@ -200,6 +213,9 @@ def plan_from_tables(tables: Any) -> ClusterPlan:
     }
     if "traffic" in tables:
         parts["traffic"] = _traffic(tables["traffic"])
+    if "trace" in tables:
+        parts["trace"] = _trace(tables["trace"], folder)
+        parts.setdefault("traffic", ())
     if "sweep" in tables:
         parts["sweep"] = _sweep(tables["sweep"])
     return ClusterPlan(**parts, given=_marks(tables))
@@ -213,6 +229,14 @@ def _traffic(classes: Any) -> tuple[TrafficSettings, ...]:
         kind = check_choice(f"{name}.kind", given.get("kind", "chat"), tuple(KINDS), ConfigError)
         settings.append(TrafficSettings.from_table(name, KINDS[kind] | given))
     return tuple(settings)
+
+
+def _trace(table: Any, folder: Path) -> Trace:
+    given = table_at("trace", table)
+    path: Any = given.get("path")
+    if list(given) != ["path"] or not isinstance(path, str):
+        raise ConfigError(f"trace is {shown(given)}; it must have a path to a file of requests, and nothing else")
+    return read_trace(folder / path)
 
 
 def _sweep(table: Any) -> SweepSettings:

@@ -21,20 +21,25 @@ from deepinfer_core.cluster.outcome import Outcome, simulate
 from deepinfer_core.cluster.plan_file import ClusterPlan
 from deepinfer_core.cluster.published import CONTEXT_TOKENS, READINGS, Reading, check_points, fitted_figures
 from deepinfer_core.cluster.step_cost import ASSUMPTIONS
+from deepinfer_core.errors import ConfigError
 
-__all__ = ["as_json", "plan_cluster"]
+__all__ = ["as_json", "plan_cluster", "variants"]
 
 _CURVE_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CURVE_ROWS = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 
 
 def plan_cluster(plan: ClusterPlan, work: ModelWork = RELEASE) -> dict[str, Any]:
-    """The report, ready for JSON but for not-a-numbers (`as_json`). Raises CapacityError for what does not fit."""
+    """The report, ready for JSON but for not-a-numbers (`as_json`).
+
+    Raises CapacityError for what does not fit and ConfigError for a sweep that is no plan, before anything is run.
+    """
+    sweep = list(variants(plan))
     return {
         "inputs": plan.inputs(),
         "hardware": {name: _figures(device.figures()) for name, device in DEVICES.items()},
         "assumptions": _figures(ASSUMPTIONS),
-        "readings": {reading: _of_reading(plan, work, reading) for reading in READINGS},
+        "readings": {reading: _of_reading(plan, sweep, work, reading) for reading in READINGS},
     }
 
 
@@ -47,33 +52,35 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _of_reading(plan: ClusterPlan, work: ModelWork, reading: Reading) -> dict[str, Any]:
+def _of_reading(
+    plan: ClusterPlan, sweep: list[tuple[dict[str, float], ClusterPlan]], work: ModelWork, reading: Reading
+) -> dict[str, Any]:
     cluster = Cluster(plan, work, reading)
+    further = [(changed, Cluster(variant, work, reading)) for changed, variant in sweep]
     return {
         "calibration": _figures(fitted_figures(reading)),
         "points": [point._asdict() | {"error": point.error} for point in check_points(reading)],
         "run": _shown(simulate(cluster)),
-        "sweep": [
-            changed | {"run": _shown(simulate(Cluster(variant, work, reading)))} for changed, variant in _variants(plan)
-        ],
+        "sweep": [changed | {"run": _shown(simulate(variant))} for changed, variant in further],
         "decode_curve": list(_decode_curve(cluster)),
         "prefill_curve": list(_prefill_curve(cluster)),
     }
 
 
-def _variants(plan: ClusterPlan) -> Iterator[tuple[dict[str, float], ClusterPlan]]:
-    """The plans of the sweep, each with what is changed."""
+def variants(plan: ClusterPlan) -> Iterator[tuple[dict[str, float], ClusterPlan]]:
+    """The plans of the sweep, each with what is changed. Raises ConfigError for one that is no plan."""
     for load in plan.sweep.loads:
         cluster = dataclasses.replace(plan.cluster, load=load)
         yield {"load": load}, dataclasses.replace(plan, cluster=cluster)
     total = plan.prefill.devices + plan.decode.devices
     for count in plan.sweep.prefill_devices:
-        prefill = dataclasses.replace(plan.prefill, devices=count)
-        decode = dataclasses.replace(plan.decode, devices=total - count)
-        yield (
-            {"prefill_devices": count, "decode_devices": total - count},
-            dataclasses.replace(plan, prefill=prefill, decode=decode),
-        )
+        try:
+            prefill = dataclasses.replace(plan.prefill, devices=count)
+            decode = dataclasses.replace(plan.decode, devices=total - count)
+            variant = dataclasses.replace(plan, prefill=prefill, decode=decode)
+        except ConfigError as error:
+            raise ConfigError(f"sweep.prefill_devices {count} of {total} devices: {error}") from None
+        yield {"prefill_devices": count, "decode_devices": total - count}, variant
 
 
 def _decode_curve(cluster: Cluster) -> Iterator[dict[str, float]]:

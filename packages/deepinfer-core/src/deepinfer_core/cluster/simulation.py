@@ -92,6 +92,10 @@ class ClusterSimulation:
                 self._at(time_s, self._ask, session)
             self._arrivals.append(arriving_sessions(kind, traffic, load, self._plan.cluster.seed))
             self._next_arrival(kind)
+        if self._plan.trace is not None:
+            c = self._plan.cluster
+            for time_s, session in self._plan.trace.sessions(len(self._plan.traffic), c.load, c.scale_down):
+                self._at(time_s, self._ask, session)
 
     def _next_arrival(self, kind: int) -> None:
         arrival = next(self._arrivals[kind], None)
@@ -197,7 +201,8 @@ class ClusterSimulation:
         session.next_turn += 1
         self._keep(session)
         if session.next_turn < len(session.turns):
-            self._at(self.now_s + session.turns[session.next_turn].think_s, self._ask, session)
+            turn = session.turns[session.next_turn]
+            self._at(max(self.now_s + turn.think_s, turn.not_before_s), self._ask, session)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Turn(NamedTuple):
     new_tokens: int
     output_tokens: int
     think_s: float  # before it; 0 for the first
+    not_before_s: float = 0.0  # of a recorded trace
 
 
 class Session:

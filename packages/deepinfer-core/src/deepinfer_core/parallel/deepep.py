@@ -42,7 +42,7 @@ def why_no_deepep(device: torch.device) -> str | None:
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if numbers < _OLDEST:
         return f"{_DISTRIBUTION} {version} is installed; {'.'.join(map(str, _OLDEST))} or later is needed"
-    nccl: tuple[int, ...] = torch.cuda.nccl.version()
+    nccl: tuple[int, ...] = import_module("torch.cuda.nccl").version()
     if nccl < _OLDEST_NCCL:
         return f"NCCL {'.'.join(map(str, nccl))} is loaded; DeepEP needs {'.'.join(map(str, _OLDEST_NCCL))} or later"
     return None

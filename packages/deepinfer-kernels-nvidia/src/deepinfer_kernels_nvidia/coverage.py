@@ -32,6 +32,8 @@ OFFERED = frozenset(
         "attend",
         "plan_index",
         "index_scores",
+        "candidate_blocks",
+        "select_entries",
         "route",
         "plan_experts",
         "run_experts",

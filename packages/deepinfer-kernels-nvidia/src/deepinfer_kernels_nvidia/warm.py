@@ -98,6 +98,9 @@ def _attention(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
         for with_candidates in (False, True):
             shape = (c.index_n_heads, c.index_head_dim, _BLOCK_TOKENS // ratio, "bfloat16", with_candidates)
             yield "index_scores", ("index_scores", shape)
+    yield "select_entries", ("top_k", (c.index_topk, 4, False))
+    yield "candidate_blocks", ("block_best", (c.candidate_block_size,))
+    yield "candidate_blocks", ("top_k", (c.candidate_topk_blocks, 1, True))
 
 
 def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:

@@ -20,6 +20,7 @@ from deepinfer_kernels_nvidia.ops.pool_pairs import pool_pairs
 from deepinfer_kernels_nvidia.ops.rms_norm import rms_norm
 from deepinfer_kernels_nvidia.ops.rope import apply_rope, rope_table
 from deepinfer_kernels_nvidia.ops.route import route
+from deepinfer_kernels_nvidia.ops.select import candidate_blocks, select_entries
 
 __all__ = ["TABLE"]
 
@@ -43,6 +44,8 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "attend": attend,
     "plan_index": plan_index,
     "index_scores": index_scores,
+    "candidate_blocks": candidate_blocks,
+    "select_entries": select_entries,
     "route": route,
     "plan_experts": plan_experts,
     "run_experts": run_experts,

@@ -99,7 +99,7 @@ def _meet_end(world: World, end: str) -> None:
 
 def task_mismatch(world: World) -> None:
     """Rank 0 thinks that another group is next."""
-    (world.moves if world.rank == 0 else world.control).barrier("one of two")
+    (world.along("expert") if world.rank == 0 else world.control).barrier("one of two")
 
 
 if __name__ == "__main__":

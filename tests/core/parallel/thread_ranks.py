@@ -29,7 +29,9 @@ class ThreadWorld:
 
     rank: int
     size: int
+    topology: Topology
     control: Communicator
+    moves: Communicator
     axes: Mapping[Axis, Communicator]
 
     def along(self, axis: Axis) -> Communicator:
@@ -47,6 +49,7 @@ class ThreadRanks:
         self._topology = topology
         size = topology.world_size
         self._control = Meeting(size)
+        self._moves = [Meeting(len(ranks)) for ranks in topology.groups("expert")]
         self._groups = {axis: [Meeting(len(ranks)) for ranks in topology.groups(axis)] for axis in AXES}
         self._messages: list[tuple[int, bytes]] = []
         self._changed = threading.Condition()
@@ -82,7 +85,7 @@ class ThreadRanks:
             thread.join(timeout_s)
         for channel in self._channels:
             channel.close()
-        for meeting in (self._control, *(one for group in self._groups.values() for one in group)):
+        for meeting in (self._control, *self._moves, *(one for group in self._groups.values() for one in group)):
             meeting.leave()
         for thread in self._threads:
             thread.join(30)
@@ -97,7 +100,10 @@ class ThreadRanks:
             member = ThreadCommunicator(meeting, ranks.index(rank), ranks)
             axes[axis] = member if len(ranks) > 1 else SoleCommunicator(axis, rank)
         control = ThreadCommunicator(self._control, rank, range(len(self)))
-        return cast("World", ThreadWorld(rank, len(self), control, axes))
+        sharing = self._topology.group_of("expert", rank)
+        meeting = self._moves[self._topology.groups("expert").index(sharing)]
+        moves = ThreadCommunicator(meeting, sharing.index(rank), sharing)
+        return cast("World", ThreadWorld(rank, len(self), self._topology, control, moves, axes))
 
     def _serve(self, rank: int, inbox: Inbox) -> None:
         engine: AssembledEngine | None = None

@@ -26,7 +26,7 @@ from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.placement_tables import PlacementTable
 from deepinfer_core.scheduling.expert_load import replica_start
 
-__all__ = ["DispatchedRows", "ExpertExchange", "LocalExperts", "RowOrigin", "SharedExperts"]
+__all__ = ["DispatchedRows", "ExchangeObserver", "ExpertExchange", "LocalExperts", "RowOrigin", "SharedExperts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,22 @@ class _Exchanged(DispatchedRows):
     num_chosen: int
 
 
+class ExchangeObserver(Protocol):
+    """Is told what an exchange does, layer by layer."""
+
+    def routed(self, layer: int, ids: Tensor) -> None:
+        """Own real rows go to experts [R, k]."""
+        ...
+
+    def experts_begin(self, layer: int) -> None:
+        """What came is there: the experts here can start."""
+        ...
+
+    def experts_end(self, layer: int) -> None:
+        """Their outputs are there."""
+        ...
+
+
 class SharedExperts:
     """Experts spread over the members of `comm` as `tables` (layer -> table) say; the exchange by all_to_all.
 
@@ -96,6 +112,7 @@ class SharedExperts:
         self._peers = torch.arange(comm.size, device=comm.device)
         self._due: deque[int] = deque()
         self._open: _Exchanged | None = None
+        self.observer: ExchangeObserver | None = None
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -128,8 +145,10 @@ class SharedExperts:
         self._due.popleft()
 
     def locate(self, layer: int, ids: Tensor, origin: RowOrigin) -> tuple[Tensor, Tensor]:
-        """Member and its slot for each of ids [R, k]."""
+        """Member and its slot for each of ids [R, k], those of own real rows."""
         rows = len(ids)
+        if self.observer is not None:
+            self.observer.routed(layer, ids)
         return self.tables[layer].locate(ids, self._start[origin.slot[:rows]], origin.position[:rows])
 
     def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
@@ -161,6 +180,8 @@ class SharedExperts:
             num_rows=rows,
             num_chosen=k,
         )
+        if self.observer is not None:
+            self.observer.experts_begin(layer)
         return self._open
 
     def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
@@ -168,6 +189,8 @@ class SharedExperts:
         if sent is not self._open or not isinstance(sent, _Exchanged):
             raise ParallelError("outputs are combined that were not dispatched last; this is a bug in the engine")
         self._open = None
+        if self.observer is not None:
+            self.observer.experts_end(sent.layer)
         returned = self.comm.all_to_all_rows(
             pairs[:, 0], sent.pairs_from, sent.pairs_to, f"expert outputs of layer {sent.layer}"
         )

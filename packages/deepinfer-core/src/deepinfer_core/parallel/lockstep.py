@@ -38,12 +38,14 @@ class Notice(NamedTuple):
     has_work: bool = False  # requests are open, whether or not they have rows in this step
     is_closing: bool = False  # it was told to end when it has no work
     epoch: int = 0  # of the newest command that it has seen
+    num_staged: int = 0  # layers whose moved experts it has received, since the start
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Notice:
         """As integers they travel."""
-        num_rows, fixed_rows, runs_decoder, drafts, has_work, is_closing, epoch = numbers
-        return cls(num_rows, fixed_rows, bool(runs_decoder), bool(drafts), bool(has_work), bool(is_closing), epoch)
+        num_rows, fixed_rows, runs_decoder, drafts, has_work, is_closing, epoch, num_staged = numbers
+        flags = bool(runs_decoder), bool(drafts), bool(has_work), bool(is_closing)
+        return cls(num_rows, fixed_rows, *flags, epoch, num_staged)
 
 
 class Agreement(NamedTuple):
@@ -56,6 +58,7 @@ class Agreement(NamedTuple):
     drafts: bool
     pauses: bool  # nobody has work, and nobody has seen a command that another has not
     closes: bool  # it is the end
+    num_staged: int  # the smallest of any rank: what all swap in before this step
 
 
 class Lockstep:
@@ -89,6 +92,7 @@ class Lockstep:
             drafts=any(one.drafts for one in notices),
             pauses=idle,
             closes=idle and all(one.is_closing for one in notices),
+            num_staged=min(one.num_staged for one in notices),
         )
 
     def conclude(self, has_failed: bool) -> None:

@@ -23,7 +23,7 @@ from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.expert_load import REPLICA_ONE, REPLICA_STEP, TokenSplit, split_tokens
 from deepinfer_core.scheduling.expert_placement import ExpertTopology, Placement, plan
 
-__all__ = ["PlacementTable", "first_placements", "held_experts", "placement_tables"]
+__all__ = ["PlacementTable", "first_placements", "held_experts", "placement_table", "placement_tables"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +94,17 @@ def placement_tables(
         split = (splits or {}).get(index)
         if split is None:
             split = split_tokens(np.zeros((num_layers, placement.num_experts)), placement)
-        owner = torch.from_numpy(placement.device_of_slot).to(device)
-        local = torch.from_numpy(np.arange(len(owner)) - placement.slot_start[placement.device_of_slot]).to(device)
         for layer in range(num_layers):
-            tables[len(tables)] = PlacementTable(
-                torch.from_numpy(np.maximum(split.slots[layer], 0)).to(device),
-                torch.from_numpy(split.bounds[layer].copy()).to(device),
-                owner,
-                local,
-            )
+            tables[len(tables)] = placement_table(placement, layer, split, device)
     return tables
+
+
+def placement_table(placement: Placement, layer: int, split: TokenSplit, device: torch.device) -> PlacementTable:
+    """The table of one layer of a placement."""
+    owner = placement.device_of_slot
+    return PlacementTable(
+        torch.from_numpy(np.maximum(split.slots[layer], 0)).to(device),
+        torch.from_numpy(split.bounds[layer].copy()).to(device),
+        torch.from_numpy(owner).to(device),
+        torch.from_numpy(np.arange(len(owner)) - placement.slot_start[owner]).to(device),
+    )

@@ -65,6 +65,7 @@ class Watch:
         self._host, self._process_id = socket.gethostname(), os.getpid()
         self._on_failure = on_failure
         self._groups: dict[str, tuple[int, ...]] = {}
+        self._background: set[str] = set()
         self._entered: dict[str, int] = {}
         self._inside: str | None = None
         self._label = ""
@@ -82,9 +83,13 @@ class Watch:
 
     # ---- what the rank does ------------------------------------------------------------------------------------------
 
-    def register(self, group: str, ranks: Sequence[int]) -> None:
-        """Make a group known, also one that this rank is no member of: chains of waiting cross groups."""
+    def register(self, group: str, ranks: Sequence[int], *, in_background: bool = False) -> None:
+        """Make a group known, also one that this rank is no member of: chains of waiting cross groups. What waits in
+        the background holds no step up.
+        """
         self._groups[group] = tuple(ranks)
+        if in_background:
+            self._background.add(group)
         self._entered[group] = 0
 
     def begin_step(self, step: int) -> None:
@@ -96,12 +101,14 @@ class Watch:
         if self._failure is not None:
             raise ParallelError(f"{label} cannot run after a failure: {self._failure}", self._failure.late_ranks)
         self._entered[group] += 1
-        self._inside, self._label = group, label
+        if group not in self._background:
+            self._inside, self._label = group, label
         return Entry(group, self._entered[group], label, self._step, time.monotonic())
 
     def leave(self, entry: Entry) -> None:
         """After a collective that ended."""
-        self._inside = None
+        if entry.group not in self._background:
+            self._inside = None
 
     def follow(self, entry: Entry, work: Work) -> None:
         """A collective queued on a device: the watch thread sees to its end."""

@@ -2,7 +2,7 @@
 
     store (TCP)  ─►  gloo group of all ranks: control, small messages on the host
                  ─►  one group an axis of the topology, on the device: gloo, NCCL or HCCL
-                 ─►  gloo group of all ranks: moves, expert weights that travel beside the steps
+                 ─►  gloo groups of ranks that share experts: moves, weights that travel beside the steps
                  ─►  the watch: signs of life, deadlines
 
 Groups are made in the same order on every rank. A group of one is the identity; a world of one opens nothing.
@@ -31,7 +31,7 @@ class World:
     """The communicators of one rank.
 
     control: all ranks, tensors on the host. data, context, expert, engram: this rank's group along that axis, tensors
-    on `device`. moves: all ranks, tensors on the host, for a thread of its own.
+    on `device`. moves: the expert group once more, tensors on the host, for a thread of its own.
     """
 
     def __init__(self, store: Store | None, rank: int, topology: Topology, device: torch.device, deadline_s: float):
@@ -61,7 +61,7 @@ class World:
         self.watch = Watch(signs, rank, topology.world_size, deadline_s, self._abort)
         everybody = (tuple(range(topology.world_size)),)
         self.control = self._communicator("control", everybody, host, self.watch)
-        self.moves = self._communicator("moves", everybody, host, self.watch)
+        self.moves = self._communicator("moves", topology.groups("expert"), host, self.watch, in_background=True)
         self._axes = {axis: self._communicator(axis, topology.groups(axis), device, self.watch) for axis in AXES}
         dist.barrier()  # every watch has published and every group is known before the first collective
 
@@ -107,7 +107,13 @@ class World:
         self.close()
 
     def _communicator(
-        self, name: str, groups: tuple[tuple[int, ...], ...], device: torch.device, watch: Watch
+        self,
+        name: str,
+        groups: tuple[tuple[int, ...], ...],
+        device: torch.device,
+        watch: Watch,
+        *,
+        in_background: bool = False,
     ) -> Communicator:
         """This rank's one of `groups`; all ranks make all of them, in this order."""
         mine: Communicator | None = None
@@ -117,7 +123,7 @@ class World:
                 if self.rank in ranks:
                     mine = SoleCommunicator(group_name, self.rank, device)
                 continue
-            watch.register(group_name, ranks)
+            watch.register(group_name, ranks, in_background=in_background)
             group = dist.new_group(list(ranks), timeout=self._timeout, backend=_BACKENDS[device.type])
             if isinstance(group, dist.ProcessGroup):  # else this rank is no member of it
                 mine = GroupCommunicator(group_name, ranks, group, device, watch)

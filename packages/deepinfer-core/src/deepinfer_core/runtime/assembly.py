@@ -35,6 +35,7 @@ from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
 from deepinfer_core.runtime.memory import available_bytes, total_bytes, weights_bytes
 from deepinfer_core.runtime.pending import PendingResult
 from deepinfer_core.runtime.rank_part import RankPart
+from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.runtime.step_costs import measure_costs
 from deepinfer_core.scheduling.cost import CostModel
@@ -82,11 +83,13 @@ class AssembledEngine:
         speculation, device = self.scheduler.speculation, self.runner.stats
         meter = speculation.meter
         counts = zip(meter.accepted.tolist(), meter.verified.tolist(), strict=True)
+        balancer = self.runner.balancer if isinstance(self.runner, RankRunner) else None
         return self.scheduler.stats.as_dict() | {
             "draft_policy": speculation.policy.value,
             "acceptance_by_position": [accepted / verified if verified else None for accepted, verified in counts],
             "device_seconds": device.device_seconds,
             "rows_per_layer": list(device.rows_per_layer),
+            **({} if balancer is None else balancer.statistics()),
         }
 
 

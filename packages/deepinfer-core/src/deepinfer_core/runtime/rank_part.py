@@ -10,13 +10,13 @@ One process without a world holds everything and exchanges nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from deepinfer_core.checkpoint.sharding import engram_shares
-from deepinfer_core.config.engine import EngineConfig
+from deepinfer_core.config.engine import EngineConfig, ExpertBalanceConfig
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.parallel import ExpertTransport
 from deepinfer_core.errors import KernelError
@@ -24,6 +24,7 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.params import ModelParams
 from deepinfer_core.parallel.communicator import Communicator, GroupCommunicator
 from deepinfer_core.parallel.deepep import DeepEpExperts, why_no_deepep
+from deepinfer_core.parallel.expert_balancer import ExpertBalancer
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.lockstep import Lockstep
 from deepinfer_core.parallel.owned import SharedEngram
@@ -31,7 +32,8 @@ from deepinfer_core.parallel.placement_tables import first_placements, held_expe
 from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
-from deepinfer_core.scheduling.expert_placement import Placement
+from deepinfer_core.scheduling.expert_balance import BalancePolicy
+from deepinfer_core.scheduling.expert_placement import ExpertTopology, Placement
 
 __all__ = ["RankPart"]
 
@@ -45,6 +47,7 @@ class RankPart:
     experts: Mapping[int, list[int]] | None
     engram_rows: Mapping[int, range] | None
     transport: ExpertTransport = "torch"
+    balance: ExpertBalanceConfig = field(default_factory=ExpertBalanceConfig)
 
     @classmethod
     def of(cls, world: World | None, model: ModelConfig, config: EngineConfig) -> RankPart:
@@ -61,6 +64,7 @@ class RankPart:
             None if placements is None else held_experts(placements, expert.rank),
             None if engram.size == 1 else engram_shares(model, engram.rank, engram.size),
             config.parallel.expert_transport,
+            config.experts,
         )
 
     @property
@@ -96,6 +100,7 @@ class RankPart:
             lockstep=Lockstep(world.control if context is None or self.steps_together else context, world.begin_step),
             context=context,
             exchange=exchange,
+            balancer=None if exchange is None else self._balancer(world, exchange, params),
             engram=None if self.engram_rows is None else SharedEngram(engram, params.engram_tables()),
             pads=params.embed.device.type != "cpu",  # a CPU has no graphs, and computes what it is padded with
             **named,
@@ -123,3 +128,13 @@ class RankPart:
             num_chosen=max(model.num_experts_per_tok, model.dspark_num_experts_per_tok),
             hidden_size=model.hidden_size,
         )
+
+    def _balancer(self, world: World, exchange: SharedExperts, params: ModelParams) -> ExpertBalancer | None:
+        if self.placements is None or not self.balance.expert_rearrangement_interval:
+            return None
+        weights = {index: (layer.ffn.w13, layer.ffn.w2) for index, layer in enumerate(params.layers)}
+        size, per_node = exchange.comm.size, world.topology.ranks_per_node
+        num_nodes = size // per_node if per_node and size % per_node == 0 else 1
+        topology = ExpertTopology(num_devices=size, num_nodes=num_nodes)
+        policy = BalancePolicy(topology, self.balance.expert_rearrangement_interval)
+        return ExpertBalancer(exchange, world.moves, self.placements[0], weights, self.balance, policy)

@@ -21,6 +21,7 @@ from deepinfer_core.errors import ParallelError
 from deepinfer_core.model.moe import serve_experts
 from deepinfer_core.model.params import MoeParams
 from deepinfer_core.parallel.communicator import Communicator
+from deepinfer_core.parallel.expert_balancer import ExpertBalancer
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.lockstep import Agreement, Lockstep, Notice
 from deepinfer_core.parallel.owned import SharedEngram
@@ -44,6 +45,7 @@ class RankRunner(Runner):
         exchange: SharedExperts | None,
         engram: SharedEngram | None,
         context: Communicator | None = None,
+        balancer: ExpertBalancer | None = None,
         pads: bool = False,
         **named: Any,
     ) -> None:
@@ -51,6 +53,7 @@ class RankRunner(Runner):
         self.lockstep, self.exchange, self.engram = lockstep, exchange, engram
         self.agreed: Agreement | None = None  # of the newest step
         self.broken: ParallelError | None = None
+        self.balancer = balancer
         self._pads = pads
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -141,7 +144,11 @@ class RankRunner(Runner):
 
     def _begin(self, notice: Notice) -> Agreement:
         try:
-            agreed = self.lockstep.agree(notice)
+            if self.balancer is None:
+                agreed = self.lockstep.agree(notice)
+            else:
+                agreed = self.lockstep.agree(notice._replace(num_staged=self.balancer.num_staged))
+                self.balancer.begin_step(agreed.step, agreed.num_staged)
         except ParallelError as error:
             self.broken = error
             raise
@@ -200,6 +207,12 @@ class RankRunner(Runner):
             raise
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """See `Runner`."""
+        super().close()
+        if self.balancer is not None:
+            self.balancer.close()
 
     # ---- measuring at the start: all ranks run the same passes ------------------------------------------------------
 

@@ -31,6 +31,7 @@ class ThreadWorld:
     size: int
     topology: Topology
     control: Communicator
+    plans: Communicator
     moves: Communicator
     axes: Mapping[Axis, Communicator]
 
@@ -103,7 +104,8 @@ class ThreadRanks:
         sharing = self._topology.group_of("expert", rank)
         meeting = self._moves[self._topology.groups("expert").index(sharing)]
         moves = ThreadCommunicator(meeting, sharing.index(rank), sharing)
-        return cast("World", ThreadWorld(rank, len(self), self._topology, control, moves, axes))
+        plans = axes["context"]  # in their order, these threads can share one
+        return cast("World", ThreadWorld(rank, len(self), self._topology, control, plans, moves, axes))
 
     def _serve(self, rank: int, inbox: Inbox) -> None:
         engine: AssembledEngine | None = None

@@ -2,6 +2,7 @@
 
     store (TCP)  ─►  gloo group of all ranks: control, small messages on the host
                  ─►  one group an axis of the topology, on the device: gloo, NCCL or HCCL
+                 ─►  gloo groups of ranks that share prompts: plans, what their leader runs
                  ─►  gloo groups of ranks that share experts: moves, weights that travel beside the steps
                  ─►  the watch: signs of life, deadlines
 
@@ -31,7 +32,8 @@ class World:
     """The communicators of one rank.
 
     control: all ranks, tensors on the host. data, context, expert, engram: this rank's group along that axis, tensors
-    on `device`. moves: the expert group once more, tensors on the host, for a thread of its own.
+    on `device`. plans: the context group once more, tensors on the host: a device's work must not be waited for where a
+    plan is read. moves: the expert group likewise, for a thread of its own.
     """
 
     def __init__(self, store: Store | None, rank: int, topology: Topology, device: torch.device, deadline_s: float):
@@ -42,6 +44,7 @@ class World:
         host = torch.device("cpu")
         if topology.world_size == 1:
             self.control: Communicator = SoleCommunicator("control")
+            self.plans: Communicator = SoleCommunicator("plans")
             self.moves: Communicator = SoleCommunicator("moves")
             self._axes = {axis: SoleCommunicator(axis, device=device) for axis in AXES}
             return
@@ -61,6 +64,7 @@ class World:
         self.watch = Watch(signs, rank, topology.world_size, deadline_s, self._abort)
         everybody = (tuple(range(topology.world_size)),)
         self.control = self._communicator("control", everybody, host, self.watch)
+        self.plans = self._communicator("plans", topology.groups("context"), host, self.watch)
         self.moves = self._communicator("moves", topology.groups("expert"), host, self.watch, in_background=True)
         self._axes = {axis: self._communicator(axis, topology.groups(axis), device, self.watch) for axis in AXES}
         dist.barrier()  # every watch has published and every group is known before the first collective

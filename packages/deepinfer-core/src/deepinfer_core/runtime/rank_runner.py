@@ -35,7 +35,7 @@ __all__ = ["RankRunner"]
 
 class RankRunner(Runner):
     """`exchange`, `engram`: None where every rank has all of it. `context`: the ranks that run the plans of the first
-    of them, None = this one alone. `pads`: every rank pads to the rows of the fullest.
+    of them, None = this one alone; `plans`: the same, on the host. `pads`: every rank pads to the rows of the fullest.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class RankRunner(Runner):
         exchange: SharedExperts | None,
         engram: SharedEngram | None,
         context: Communicator | None = None,
+        plans: Communicator | None = None,
         balancer: ExpertBalancer | None = None,
         pads: bool = False,
         **named: Any,
@@ -54,7 +55,7 @@ class RankRunner(Runner):
         self.agreed: Agreement | None = None  # of the newest step
         self.broken: ParallelError | None = None
         self.balancer = balancer
-        self._pads = pads
+        self._plans, self._pads = plans, pads
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -82,11 +83,11 @@ class RankRunner(Runner):
 
     def _shared_plan(self, plan: StepPlan | None) -> StepPlan | None:
         """What the leader runs, on every rank of its context group; None = a dummy step."""
-        if self.context is None:
+        if self._plans is None or self._plans.size == 1:
             return plan
         try:
             data = b"" if plan is None else encode_plan(plan)
-            data = self.context.broadcast_bytes(data, 0, "plan of a step")
+            data = self._plans.broadcast_bytes(data, 0, "plan of a step")
             return decode_plan(data) if data and not self.leads else plan
         except ParallelError as error:
             self.broken = error

@@ -17,7 +17,7 @@ from deepinfer_core.errors import ConfigError
 from tests.core.harness import FIXTURES
 from tests.core.model_configs import release_json
 
-SHORT = "[cluster]\nseconds = 15\nwarmup_seconds = 5\n"
+SHORT = "[cluster]\nseconds = 8\nwarmup_seconds = 2\n"
 TINY = str(FIXTURES / "tiny-a")
 
 
@@ -46,7 +46,7 @@ def test_json_has_both_readings_the_points_and_marked_inputs(
         assert speeds == sorted(speeds, reverse=True)
         assert {figure["mark"] for figure in reading["calibration"].values()} == {"published"}
     assert {"H200", "B200", "GB200", "Ascend950DT"} <= set(report["hardware"])
-    assert report["inputs"]["cluster.seconds"] == {"value": 15, "mark": "assumed", "source": "FILE"}
+    assert report["inputs"]["cluster.seconds"] == {"value": 8, "mark": "assumed", "source": "FILE"}
     assert report["inputs"]["prefill.devices"]["mark"] == "published"
 
 

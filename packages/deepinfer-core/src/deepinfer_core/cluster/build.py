@@ -26,7 +26,6 @@ from deepinfer_core.errors import CapacityError, ConfigError
 __all__ = ["Cluster", "simulated_groups"]
 
 _MAX_REQUESTS = 500_000  # of a run: half a minute and 200 MB
-_MAX_MODEL_TOKENS = 1 << 20
 _BACKTRACK = 12  # window ring slots beyond the window: 2 steps of 5 drafts and an anchor
 _CONTEXT_STEP = 1.05  # tables are made for contexts on a grid of this ratio
 
@@ -81,7 +80,7 @@ class Cluster:
         store = PrefixStore(int(plan.store.terabytes * 1e12 / block_bytes / scale))
         return ClusterSimulation(
             plan, prefill, decode, store,
-            max_tokens=min(_MAX_MODEL_TOKENS, self.kv_tokens),
+            max_tokens=min(self.work.max_tokens, self.kv_tokens),
             kv_bytes_per_token=self.work.kv_bytes_per_token,
         )  # fmt: skip
 

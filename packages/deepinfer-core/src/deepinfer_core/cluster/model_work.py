@@ -66,6 +66,7 @@ class ModelWork:
     entry_bytes: int
     index_bytes: int
     kv_bytes_per_token: int
+    max_tokens: int  # prompt and answer of one request
 
     @property
     def layers(self) -> int:
@@ -117,6 +118,7 @@ class ModelWork:
             entry_bytes=c.head_dim // 2 + c.head_dim // 16,
             index_bytes=c.index_head_dim // 2 + c.index_head_dim // 32,
             kv_bytes_per_token=_kv_bytes(c),
+            max_tokens=c.max_position_embeddings,
         )
 
 
@@ -169,4 +171,5 @@ RELEASE = ModelWork(
     entry_bytes=288,
     index_bytes=68,
     kv_bytes_per_token=890,
+    max_tokens=1_048_576,
 )

@@ -55,7 +55,7 @@ class RunnerConfig:
     confidence_temperatures: tuple[float, ...] = (1.0,)
     logprobs_mode: str = "raw"
     num_token_ids: int | None = None  # len(tokenizer); ids from here on are never drawn. None = the vocabulary
-    graphs: bool = True  # decode and verification steps are captured, where the device can
+    graphs: bool = True  # decode and verification steps are captured, where the device can; no collective can be
 
 
 @dataclass
@@ -117,13 +117,14 @@ class Runner:
             eos_token_id=model_config.eos_token_id,
             mode="ratio" if config.verification == "ratio" else "coupled",
             logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw",
+            draw=kernels.draw_token,
         )
         self.forward = Forward(
             self.backbone,
             self.drafter,
             self.state,
             mask_decoder=config.mask_decoder,
-            capture=CudaCapture() if config.graphs and exchange is None and _can_be_captured(params) else None,
+            capture=CudaCapture() if config.graphs and _can_be_captured(params) else None,
             most_rows=min(config.max_step_rows, config.num_slots * (1 + config.num_drafts)),
             context=context,
         )

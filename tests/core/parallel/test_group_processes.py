@@ -1,13 +1,17 @@
-"""`LLM` and `Engine` over real processes: answers, what each rank reads from disk, and ranks that die or stand still."""
+"""`LLM` and `Engine` over processes: answers, what a rank reads from disk, and ranks that die or stand still."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +35,17 @@ SETTINGS: dict[str, Any] = {
 TWO: dict[str, Any] = {"data_parallel_size": 2, "expert_parallel_size": 2, "engram_parallel_size": 2}
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 40, 150, 290, 77)]
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True, logprobs=1)
+MIXED = [
+    PARAMS,
+    dataclasses.replace(PARAMS, n=3, temperature=0.7),
+    dataclasses.replace(PARAMS, prompt_logprobs=2),
+    PARAMS,
+    dataclasses.replace(PARAMS, temperature=0.0, stop=["e", "th"], logit_bias={70: 3.5}, ignore_eos=False),
+]
 
 
 def ask(llm: LLM) -> list[RequestOutput]:
-    return llm.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS, use_tqdm=False)
+    return llm.generate(prompt_token_ids=PROMPTS, sampling_params=MIXED, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +58,33 @@ def alone() -> Iterator[LLM]:
 def group() -> Iterator[LLM]:
     with LLM(MODEL, **SETTINGS, **TWO) as llm:
         yield llm
+
+
+LAUNCHED = """
+from deepinfer_core import LLM, SamplingParams
+
+settings = {settings!r}
+with LLM({model!r}, **settings) as llm:
+    outputs = llm.generate(prompt_token_ids={prompts!r}, sampling_params=SamplingParams(temperature=0, max_tokens=6))
+    print([output.outputs[0].token_ids for output in outputs])
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_rank_0_answers_and_the_others_serve(alone: LLM, tmp_path: Path) -> None:
+    want = alone.generate(prompt_token_ids=PROMPTS[:2], sampling_params=SamplingParams(temperature=0, max_tokens=6))
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED.format(settings=SETTINGS | TWO, model=str(MODEL), prompts=PROMPTS[:2]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([output.outputs[0].token_ids for output in want])
 
 
 def front_end_of(llm: LLM | Engine) -> FrontEnd:
@@ -63,6 +101,7 @@ def test_two_processes_answer_as_one_does(alone: LLM, group: LLM) -> None:
     for _ in range(2):  # the second time with prefix hits
         got = ask(group)
         assert [output.outputs for output in got] == [output.outputs for output in want]
+        assert got[2].prompt_logprobs == want[2].prompt_logprobs
     assert got[3].num_cached_tokens >= 128
     counters: Any = group.statistics()
     assert all(counters[f"rank_{rank}"]["output_tokens"] > 0 for rank in range(2))
@@ -89,8 +128,9 @@ def test_streams_of_an_engine_come_from_the_rank_that_has_them(alone: LLM) -> No
 
     async def main() -> None:
         async with Engine(MODEL, **SETTINGS, data_parallel_size=2, expert_parallel_size=2) as engine:
-            tokens = await asyncio.gather(*(read(engine, prompt) for prompt in PROMPTS))
-            assert tokens == [output.outputs[0].token_ids for output in want]
+            alike = [0, 3]
+            tokens = await asyncio.gather(*(read(engine, PROMPTS[i]) for i in alike))
+            assert tokens == [want[i].outputs[0].token_ids for i in alike]
             stream = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=300, ignore_eos=True))
             await anext(stream)
             await stream.aclose()

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,18 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.registry import build_kernels, choose_provider
 from deepinfer_core.runtime.rank_slice import RankSlice, SliceSize, release_config
 
-GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1.0)
+KINDS = {"greedy": SamplingParams(temperature=0), "temperature 1": SamplingParams(temperature=1.0)}
 CONTEXT, DRAFTS, ACCEPTANCE = 131_072, 3, 0.75
 
 
-def breakdown(part: RankSlice, requests: int, params: SamplingParams, steps: int = 2) -> dict[str, Any]:
+def breakdown(label: str, step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
     """Microseconds a step of every kernel, largest first."""
-    plan = part.decode_plan(requests, params, first=False)
-    part.runner.run(plan)
+    step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         start = time.perf_counter()
         for _ in range(steps):
-            part.runner.run(plan)
+            step()
         torch.cuda.synchronize()
         wall_us = (time.perf_counter() - start) * 1e6 / steps
     kernels = {
@@ -51,7 +51,7 @@ def breakdown(part: RankSlice, requests: int, params: SamplingParams, steps: int
     busy_us = sum(us for _, (us, _) in rows)
     for name, (us, count) in rows[:45]:
         print(f"{us:10.0f} us {count:7.1f} x  {name}", flush=True)
-    print(f"{requests} requests: wall {wall_us:.0f} us a step, device busy {busy_us:.0f} us", flush=True)
+    print(f"{label}: wall {wall_us:.0f} us a step, device busy {busy_us:.0f} us", flush=True)
     return {"wall_us": wall_us, "busy_us": busy_us, "kernels": {name: list(value) for name, value in rows[:80]}}
 
 
@@ -63,14 +63,15 @@ def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], req
     torch.cuda.synchronize()
     report["build_s"] = time.perf_counter() - start
     print(f"built in {report['build_s']:.1f} s", flush=True)
-    for name, params in (("greedy", GREEDY), ("temperature 1", SAMPLED)):
+    for name, params in KINDS.items():
         if "decode" in wanted:
             report[f"decode, {name}"] = decode_results(part, requests, params, ACCEPTANCE, 20)
             print(json.dumps(report[f"decode, {name}"], indent=1), flush=True)
         if "profile" in wanted:
-            report[f"profile, {name}"] = {
-                count: breakdown(part, count, params) for count in (requests[0], requests[-1])
-            }
+            for count in (requests[0], requests[-1]):
+                plan = part.decode_plan(count, params, first=False)
+                label = f"{count} requests, {name}"
+                report[f"profile, {label}"] = breakdown(label, partial(part.runner.run, plan))
     part.close()
 
 
@@ -80,6 +81,8 @@ def prefill_parts(kernels: Kernels, report: dict[str, Any]) -> None:
     part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
     report["prefill, ep=8"] = prefill_results(part, [4096, 65_536])
     print(json.dumps(report["prefill, ep=8"]), flush=True)
+    label = "prefill of 4,096 tokens"
+    report[f"profile, {label}"] = breakdown(label, partial(part.prefill, 4096, 140), steps=1)
     part.close()
 
 

@@ -183,12 +183,15 @@ class RankSlice:
 
     def prefill_seconds(self, tokens: int, keep: int) -> float:
         """Seconds to prefill one prompt in chunks of the largest step; the decoder half runs its last `keep` rows."""
-        plans = list(self._prefill_plans(tokens, keep))
-        for _ in range(2):  # the first run compiles and allocates
-            start = time.perf_counter()
-            for plan in plans:
-                self.runner.run(plan)
+        self.prefill(tokens, keep)  # compiles and allocates
+        start = time.perf_counter()
+        self.prefill(tokens, keep)
         return time.perf_counter() - start
+
+    def prefill(self, tokens: int, keep: int) -> None:
+        """Run the steps that `prefill_seconds` times."""
+        for plan in self._prefill_plans(tokens, keep):
+            self.runner.run(plan)
 
     def _prefill_plans(self, tokens: int, keep: int) -> Iterator[StepPlan]:
         ids = np.random.default_rng(1).integers(0, self.config.vocab_size, tokens)

@@ -32,7 +32,7 @@ from deepseek_recipe.enums import (
     ThinkingInitialStage,
     WebSearchBehavior,
 )
-from deepseek_recipe.errors import CalcResizeError, ConversionError, ImageError, MalformedToolCallError
+from deepseek_recipe.errors import AnswerError, CalcResizeError, ConversionError, ImageError, MalformedToolCallError
 from deepseek_recipe.images.preprocess import OpenCvImagePreprocessor, PillowImagePreprocessor, PreprocessOptions
 from deepseek_recipe.images.resolve import ImageInfo, ImageQuota, ImageResolver, MultiModalData
 from deepseek_recipe.images.sources import BytesImageSource, DataUrlImageSource, ImageSource, UrlImageSource
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IMAGE_SPECIAL_TOKEN_ID",
+    "AnswerError",
     "AssistantMessage",
     "AsyncStreamProcessor",
     "BytesImageSource",

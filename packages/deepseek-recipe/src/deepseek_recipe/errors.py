@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 __all__ = [
+    "AnswerError",
     "CalcResizeError",
     "ConversionError",
     "ImageError",
@@ -57,6 +58,10 @@ class ImageError(Exception):
 
 class CalcResizeError(ValueError):
     """An image size for which the resize rule finds no fixed point."""
+
+
+class AnswerError(ValueError):
+    """An answer that does not fit the constraint of its request (`OutputConstraint.check`)."""
 
 
 class MalformedToolCallError(RuntimeError):

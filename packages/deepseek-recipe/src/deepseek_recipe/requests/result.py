@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from deepseek_recipe.checks import require_instance, require_int_in
+from deepseek_recipe.checks import clipped, require_instance, require_int_in, require_str, shown
 from deepseek_recipe.conversation import Conversation
 from deepseek_recipe.enums import ModelVersion
-from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.errors import AnswerError, ConversionError
+from deepseek_recipe.json_text import loads
 from deepseek_recipe.requests.echo import ReplySettings
+from deepseek_recipe.schema.limits import DEFAULT_TIME_LIMIT_S, TimeLimit
 from deepseek_recipe.streaming.options import ParsingOptions
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class OutputConstraint(msgspec.Struct, frozen=True):
 
     `schema` is, by `kind`: json: a compact JSON Schema, or "" for any JSON object; regex: the expression; tool_call and
     tool_call_required: a compact JSON array of the tools. With `after_thinking` the constraint begins behind the end of
-    the reasoning. `grammar()` compiles it.
+    the reasoning. `grammar()` compiles it; `check` and `check_call` look at finished output.
     """
 
     kind: Literal["json", "regex", "tool_call", "tool_call_required"]
@@ -45,6 +47,36 @@ class OutputConstraint(msgspec.Struct, frozen=True):
         from deepseek_recipe.schema.grammar import compile_constraint
 
         return compile_constraint(self, tokenizer)
+
+    def check(self, text: str, *, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> None:
+        """Refuses an answer of kind json or regex that does not fit, for engines that cannot enforce a grammar.
+
+        Raises: AnswerError names the place and the rule; SchemaError for what cannot be checked, and when it takes
+        longer than `time_limit_s`; TypeError for a constraint on calls (`check_call`).
+        """
+        from deepseek_recipe.schema.answers import check_json_answer, check_regex_answer
+
+        require_str("text", text)
+        if self.kind == "json":
+            schema = loads(self.schema) if self.schema else {"type": "object"}
+            check_json_answer(text, schema, TimeLimit(time_limit_s))
+        elif self.kind == "regex":
+            check_regex_answer(text, self.schema, TimeLimit(time_limit_s))
+        else:
+            raise TypeError("this constraint is on calls: use check_call for each")
+
+    def check_call(self, name: str, arguments: str, *, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> None:
+        """Refuses a call of a tool that was not declared, or with arguments that do not fit. Raises as `check`."""
+        from deepseek_recipe.schema.answers import check_json_answer
+
+        require_str("name", name)
+        require_str("arguments", arguments)
+        if self.kind not in ("tool_call", "tool_call_required"):
+            raise TypeError("this constraint is on the text of the answer: use check")
+        parameters = {entry["function"]["name"]: entry["function"]["parameters"] for entry in loads(self.schema)}
+        if name not in parameters:
+            raise AnswerError(f"no tool is named {shown(name)}; the tools are {clipped(', '.join(parameters))}")
+        check_json_answer(arguments, {"type": "object", **parameters[name]}, TimeLimit(time_limit_s))
 
 
 class InferenceOptions(msgspec.Struct, frozen=True):

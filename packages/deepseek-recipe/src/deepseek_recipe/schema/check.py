@@ -20,7 +20,7 @@ from deepseek_recipe.json_text import compact, is_array, is_object
 from deepseek_recipe.schema.ecma_regex import check_pattern
 from deepseek_recipe.schema.limits import MAX_NODES, SchemaError, TimeLimit
 
-__all__ = ["check_schema"]
+__all__ = ["check_schema", "draft_of"]
 
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _DRAFTS = {
@@ -66,7 +66,7 @@ class _Check:
     def __init__(self, schema: Any, limit: TimeLimit) -> None:
         self._root = schema
         self.limit = limit
-        self.draft = _draft_of(schema)
+        self.draft = draft_of(schema)
         self._rules = _RULES[self.draft]
         self._num_nodes = 0
         self._seen: set[int] = set()
@@ -160,7 +160,8 @@ def _step(value: Any, name: str) -> Any:
     return _MISSING
 
 
-def _draft_of(schema: Any) -> int:
+def draft_of(schema: Any) -> int:
+    """The draft that a schema declares (4, 6, 7, 2019 or 2020), the latest if it declares none."""
     declared = schema.get("$schema") if is_object(schema) else None
     if not isinstance(declared, str):
         return 2020

@@ -27,10 +27,18 @@ class TimeLimit:
         self._clock = clock
         self._end_s = clock() + seconds
 
+    def left_s(self) -> float:
+        """Seconds until the time is over."""
+        return max(self._end_s - self._clock(), 0.0)
+
     def check(self) -> None:
         """Raises `SchemaError` when the time is over."""
         if self._clock() > self._end_s:
-            raise SchemaError(
-                f"the schemas of this request take longer than the limit of {self._seconds:g} s to check; "
-                "send smaller ones, or raise ConversionOptions(schema_time_limit_s=...)"
-            )
+            raise self.error()
+
+    def error(self) -> SchemaError:
+        """What is said when the time is over."""
+        return SchemaError(
+            f"the schemas of this request take longer than the limit of {self._seconds:g} s to check; "
+            "send smaller ones, or raise the limit: ConversionOptions(schema_time_limit_s=...), check(time_limit_s=...)"
+        )

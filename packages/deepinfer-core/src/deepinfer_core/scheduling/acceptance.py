@@ -35,23 +35,23 @@ class AcceptanceMeter:
     def __init__(self, num_drafts: int) -> None:
         self.verified = np.zeros(num_drafts, np.int64)  # drafts verified at each position
         self.accepted = np.zeros(num_drafts, np.int64)
+        self._position = np.arange(num_drafts, dtype=np.int64)[:, None]
         self._sums = np.zeros((5, num_drafts))  # decayed, over verified drafts: 1, s, y, s s, s y
-        self._fit()
+        self._is_fitted = False
 
     def observe(self, survival: FloatArray, num_verified: Int64Array, num_accepted: Int64Array) -> None:
         """Count the blocks of a step: planned survivals [D, R], drafts verified and accepted [R]."""
-        position = np.arange(len(self.verified), dtype=np.int64)[:, None]
-        tried = position < num_verified  # [D, R]
-        taken = position < np.minimum(num_accepted, num_verified)
-        self.verified += np.count_nonzero(tried, axis=1)
-        self.accepted += np.count_nonzero(taken, axis=1)
+        tried = self._position < num_verified  # [D, R]
+        taken = self._position < np.minimum(num_accepted, num_verified)
+        self.verified += tried.sum(axis=1)
+        self.accepted += taken.sum(axis=1)
         known = tried & (survival <= 1.0)
-        s = np.where(known, survival, np.float32(0.0))
+        s = survival * known
         y = taken & known
-        new = (known.sum(axis=1), s.sum(axis=1), y.sum(axis=1), np.einsum("dr,dr->d", s, s), s.sum(axis=1, where=y))
-        decay = max(1.0 - 1.0 / _MEMORY_STEPS, 1.0 - np.count_nonzero(num_verified) / _MEMORY_BLOCKS)
-        self._sums = decay * self._sums + np.array(new)
-        self._fit()
+        num_blocks = np.count_nonzero(num_verified)
+        self._sums *= max(1.0 - 1.0 / _MEMORY_STEPS, 1.0 - num_blocks / _MEMORY_BLOCKS)
+        self._sums += np.array((known, s, y, s * s, s * y)).sum(axis=2)
+        self._is_fitted = False
 
     def _fit(self) -> None:
         w = _PRIOR_WEIGHT
@@ -61,9 +61,12 @@ class AcceptanceMeter:
         self._slope: FloatArray = slope[:, None].astype(np.float32)
         self._intercept: FloatArray = (mean - slope * s / count)[:, None].astype(np.float32)
         self._mean: FloatArray = mean[:, None].astype(np.float32)
+        self._is_fitted = True
 
     def expected(self, survival: FloatArray) -> FloatArray:
         """Survivals [D, R] that outcomes bear out, falling in d; where nothing is known, the mean."""
+        if not self._is_fitted:
+            self._fit()
         line = (self._intercept + self._slope * survival).astype(np.float32, copy=False)
         np.copyto(line, self._mean, where=survival > 1.0)
         np.clip(line, 0.0, 1.0, out=line)

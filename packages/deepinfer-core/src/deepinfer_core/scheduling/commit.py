@@ -41,13 +41,14 @@ class Committer:
         current = self._table.generation[result.slot] == result.generation
         self._fail_unanswered(flight, result.slot[current])
         entries = np.flatnonzero(current)
-        slots = result.slot[entries].astype(np.int64)
-        tokens = result.tokens[entries]
+        of = slice(None) if len(entries) == len(current) else entries  # a slice copies nothing
+        slots = result.slot[of].astype(np.int64)
+        tokens = result.tokens[of]
         columns = np.ascontiguousarray(tokens.T)  # [W, N]: numpy is fast along the long axis
-        ending = find_endings(self._table, slots, columns, result.num_tokens[entries])
+        ending = find_endings(self._table, slots, columns, result.num_tokens[of])
         failures = self._watch(slots, tokens, ending)
         numbers = self._table.number[slots]
-        self._learn(slots, entries, flight, result)
+        self._learn(slots, of, flight, result)
         self._take_tokens(slots, columns, ending.kept)
         self._finish(slots, tokens, ending, failures)
         finished, self._life.finished = tuple(self._life.finished), []
@@ -127,8 +128,8 @@ class Committer:
         if self._life.quarantine.alone is not None and len(slots):
             self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
 
-    def _learn(self, slots: Int64Array, entries: Int64Array, flight: Flight, result: StepResult) -> None:
-        """Acceptance of the drafts that were verified, and survivals of the new ones."""
+    def _learn(self, slots: Int64Array, entries: Int64Array | slice, flight: Flight, result: StepResult) -> None:
+        """Acceptance of the drafts that were verified, and survivals of the new ones, of `entries` of the result."""
         table = self._table
         if table.num_drafts == 0:
             return
@@ -136,7 +137,8 @@ class Committer:
         accepted = result.num_tokens[entries].astype(np.int64) - 1
         tried = np.flatnonzero(verified)
         if len(tried) and len(flight.decode_slots):
-            self._speculation.observe(flight.planned_survival(slots[tried]), verified[tried], accepted[tried])
+            some = slice(None) if len(tried) == len(slots) else tried
+            self._speculation.observe(flight.planned_survival(slots[some]), verified[some], accepted[some])
         self._life.stats.verified_drafts += int(verified.sum())
         self._life.stats.accepted_drafts += int(accepted.sum())
         drafts = np.ascontiguousarray(result.draft_tokens[entries].T)  # [D', N]

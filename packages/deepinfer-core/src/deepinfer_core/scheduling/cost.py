@@ -14,6 +14,7 @@ least, and to the speed, which drifts fastest. Steps with and without drafting t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +67,7 @@ class CostTable:
 
     def neighbours(self, size: int) -> tuple[tuple[int, float], ...]:
         """The points that the cost at `size` comes from, with their weights: two, or one."""
-        upper = int(np.searchsorted(self.rows, size))
+        upper = bisect_left(self.rows, size)
         if upper == len(self.rows):
             return ((upper - 1, 1.0),)
         if upper == 0 or self.rows[upper] == size or size <= self.captured_rows:
@@ -130,8 +131,8 @@ class CostModel:
         spread = self._covariance @ effect
         gain = spread / (effect @ spread + _STEP_NOISE**2)
         self._log_factor += gain * surprise
-        self._covariance -= np.outer(gain, spread)
-        self._covariance[np.diag_indices_from(self._covariance)] += self._drift
+        self._covariance -= gain[:, None] * spread
+        self._covariance.reshape(-1)[:: len(effect) + 1] += self._drift  # its diagonal
         self._observed += 1
         if self._observed % _REBUILD_STEPS == 0:
             self._rebuild()
@@ -139,8 +140,8 @@ class CostModel:
     def _rebuild(self) -> None:
         factors = np.exp(self._log_factor)
         verify, draft = factors[1 : self._first_draft], factors[self._first_draft :]
-        self._verify_seconds = factors[0] * self._verify_table.dense(self.max_rows, verify)
-        self._draft_seconds = factors[0] * self._draft_table.dense(self.max_requests, draft)
+        self._verify_seconds: Float64Array = factors[0] * self._verify_table.dense(self.max_rows, verify)
+        self._draft_seconds: Float64Array = factors[0] * self._draft_table.dense(self.max_requests, draft)
         self._built_from = self._log_factor.copy()
 
 

@@ -137,7 +137,7 @@ def _validator(schema: Any, limit: TimeLimit) -> Any:
             yield jsonschema.ValidationError("the items are not all different")
 
     keywords: dict[str, _Keyword] = {**base.VALIDATORS, "pattern": pattern, "uniqueItems": unique_items}
-    extend = cast("Callable[..., Any]", validators.extend)
+    extend = cast("Callable[..., Any]", validators.extend)  # pyright: ignore[reportUnknownMemberType] - partly typed
     extended = extend(base, {name: timed(keyword) for name, keyword in keywords.items()})
     return extended(schema, registry=REGISTRY)  # of the meta-schemas; it retrieves nothing
 

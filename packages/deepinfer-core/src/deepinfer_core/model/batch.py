@@ -226,7 +226,7 @@ class _Builder:
             entry_rope={ratio: self._entry_rope(ratio, rows.position, encoder) for ratio in entry_rows},
             pair_partner=self.tensor(self._pair_partner(rows)),
             pair_scratch=self.tensor(layout.pairs.scratch_start + rows.number),
-            pair_share=None if split is None else self._share(split.encoder, split.pair_tail, layout.pairs),
+            pair_share=None if split is None else self._share_scratch(split.encoder, split.pair_tail, layout.pairs),
             pair_commit=self._commit("pair_commit", layout.pairs, step),
             history_commit=self._commit("history_commit", layout.history, step),
             sample_rows=self._sample_rows(decoder),
@@ -288,8 +288,9 @@ class _Builder:
             kept = clipped if split is None else self._picked(clipped, "mine")
             return self._row_set(kept, num_rows, commit, decoder_split), None
         kept = self._picked(clipped, "kept")
-        move: RowMove | None = RowMove(self.tensor(columns["kept"]))
-        if split is not None:
+        if split is None:
+            move = RowMove(self.tensor(columns["kept"]))
+        else:
             move = split.to_decoder(len(rows.number), len(kept.number), self.number_tensor)
         return self._row_set(kept, num_rows, commit, decoder_split), move
 
@@ -308,8 +309,8 @@ class _Builder:
             scratch=self.tensor(ring.scratch_start + rows.number),
             window_plan=kernels.plan_keys(self.tensor(keys)),
             commit=commit,
-            window_share=None if split is None else self._share(split, split.window, ring),
-            tail_share=None if split is None else self._share(split, split.tail, ring),
+            window_share=None if split is None else self._share_scratch(split, split.window, ring),
+            tail_share=None if split is None else self._share_scratch(split, split.tail, ring),
             blocks=self.tensor(self.columns["table"][rows.segment]),
             num_visible={
                 ratio: self.tensor(visible // ratio) for ratio in sorted(set(config.compress_ratios)) if ratio
@@ -322,11 +323,9 @@ class _Builder:
             return RowMove(self.tensor(self.columns["sample"]))
         return self.split.to_samples(len(decoder.position), self.number_tensor)
 
-    def _share(self, split_set: SplitSet, needed: np.ndarray[Any, Any], ring: RingLayout) -> CacheShare | None:
-        """Of the scratch rows of the set's rows that are needed elsewhere."""
-        if self.split is None:
-            return None
-        return self.split.share(split_set.split, needed, lambda rows: self.number_tensor(ring.scratch_start + rows))
+    def _share_scratch(self, split: SplitSet, needed: np.ndarray[Any, Any], ring: RingLayout) -> CacheShare:
+        """Of the scratch rows of those rows of the set that are needed elsewhere."""
+        return split.share(needed, lambda rows: self.number_tensor(ring.scratch_start + rows))
 
     # ---- what is read ------------------------------------------------------------------------------------------------
 
@@ -388,10 +387,8 @@ class _Builder:
             padding = self.columns["mine_number"] == NO_ROW
             mine = self.xp.where(padding, self.layout.entry_trash_row(ratio), of_step[self.columns["mine"]])
             rows[ratio] = self.tensor(mine)
-            shares[ratio] = split.share(
-                split.encoder.split,
-                split.entries[ratio],
-                lambda numbers, of=of_step: self.tensor(of[self.numbers(numbers)]),
+            shares[ratio] = split.encoder.share(
+                split.entries[ratio], lambda numbers, of=of_step: self.tensor(of[self.numbers(numbers)])
             )
         return rows, shares
 

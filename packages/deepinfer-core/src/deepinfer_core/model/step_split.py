@@ -36,6 +36,7 @@ type ToTensor = Callable[[IntArray], Tensor]  # numbers of rows -> on the device
 class SplitSet:
     """The rows of a half of the model, their owners, and which of their window keys others read."""
 
+    group: Communicator
     split: RowSplit
     window: BoolArray  # [n] before a piece of another rank, or among the last of a segment
     tail: BoolArray  # [n] among the last of a segment: those that go into rings
@@ -45,12 +46,29 @@ class SplitSet:
         """[m] numbers of this rank's rows."""
         return self.split.mine
 
+    def share(self, needed: BoolArray, cache_rows: ToTensor) -> CacheShare:
+        """needed [n]: rows that other ranks read; cache_rows: numbers of rows -> rows of the caches."""
+        handover = self.split.handed_over(needed)
+        source = RowSource(self.group, cache_rows(handover.sent), handover.counts)
+        return CacheShare(source, cache_rows(handover.rows))
+
+    def move(self, owner: IntArray, wanted: IntArray, padded: int, to_tensor: ToTensor) -> RowMove:
+        """The rows `wanted`, out of `padded` with padding, on this rank; owner [n]: who wants each."""
+        handover = self.split.handed_over((owner != _NOBODY) & (owner != self.split.owner))
+        place = np.full(len(owner), _NOBODY, np.int64)  # among this rank's rows, then the gathered ones
+        place[handover.rows] = padded + np.arange(len(handover.rows))
+        place[self.mine] = np.arange(len(self.mine))
+        if not len(handover.rows):
+            return RowMove(to_tensor(place[wanted]))
+        return RowMove(
+            to_tensor(place[wanted]), RowSource(self.group, to_tensor(place[handover.sent]), handover.counts)
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class StepSplit:
     """Splits of the R rows of a step and of the K kept ones, those of the decoder half."""
 
-    group: Communicator
     encoder: SplitSet
     decoder: SplitSet | None  # None: every rank computes all kept rows
     kept: IntArray  # [K] rows of the plan
@@ -64,44 +82,21 @@ class StepSplit:
         found[self.encoder.mine] = np.arange(len(self.encoder.mine))
         return found
 
-    def share(self, split: RowSplit, needed: BoolArray, cache_rows: ToTensor) -> CacheShare:
-        """needed [n] rows of a set that other ranks read; cache_rows: numbers in the set -> rows of the caches."""
-        handover = split.handed_over(needed)
-        source = RowSource(self.group, cache_rows(handover.sent), handover.counts)
-        return CacheShare(source, cache_rows(handover.rows))
-
-    def to_decoder(self, padded: int, length: int, to_tensor: ToTensor) -> RowMove | None:
-        """Encoder rows of this rank, `padded` of them with padding, as its decoder rows, `length` of them with padding;
-        None where they are the same.
-        """
-        if self.decoder is self.encoder:
-            return None
+    def to_decoder(self, padded: int, length: int, to_tensor: ToTensor) -> RowMove:
+        """Of this rank's `padded` encoder rows, its `length` decoder rows; both count padding."""
         owner = np.full(len(self.encoder.split.owner), _NOBODY, np.int64)
         owner[self.kept] = EVERYONE if self.decoder is None else self.decoder.split.owner
         wanted = self.kept if self.decoder is None else self.kept[self.decoder.mine]
         padding = np.full(length - len(wanted), wanted[0])
-        return self._move(self.encoder.split, owner, np.concatenate([wanted, padding]), padded, to_tensor)
+        return self.encoder.move(owner, np.concatenate([wanted, padding]), padded, to_tensor)
 
     def to_samples(self, padded: int, to_tensor: ToTensor) -> RowMove:
-        """Decoder rows of this rank, `padded` of them with padding, as the sampled rows on every rank."""
+        """Of this rank's `padded` decoder rows, the sampled ones of all ranks."""
         if self.decoder is None:
             return RowMove(to_tensor(self.sampled))
-        split = self.decoder.split
-        owner = np.full(len(split.owner), _NOBODY, np.int64)
+        owner = np.full(len(self.decoder.split.owner), _NOBODY, np.int64)
         owner[self.sampled] = EVERYONE
-        return self._move(split, owner, self.sampled, padded, to_tensor)
-
-    def _move(self, split: RowSplit, owner: IntArray, wanted: IntArray, padded: int, to_tensor: ToTensor) -> RowMove:
-        """Rows `wanted` of a set for this rank; owner [n]: who wants each."""
-        handover = split.handed_over((owner != _NOBODY) & (owner != split.owner))
-        place = np.full(len(split.owner), _NOBODY, np.int64)  # among this rank's rows, then the gathered ones
-        place[handover.rows] = padded + np.arange(len(handover.rows))
-        place[split.mine] = np.arange(len(split.mine))
-        if not len(handover.rows):
-            return RowMove(to_tensor(place[wanted]))
-        return RowMove(
-            to_tensor(place[wanted]), RowSource(self.group, to_tensor(place[handover.sent]), handover.counts)
-        )
+        return self.decoder.move(owner, self.sampled, padded, to_tensor)
 
 
 def split_step(
@@ -121,7 +116,6 @@ def split_step(
     writes = (plan.row_writes & Writes.GLOBAL) != 0
     ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
     return StepSplit(
-        group=group,
         encoder=encoder,
         decoder=decoder,
         kept=kept,
@@ -147,7 +141,7 @@ def _split_set(
     owner = split_rows(plan.row_position[rows], segment, may_split[segment], work, size=group.size)
     split = RowSplit(owner, segment, group.rank, group.size)
     tail = _marks(committed_rows(plan, rows, layout.window.capacity), len(rows))
-    return SplitSet(split, split.halos(layout.config.sliding_window) | tail, tail)
+    return SplitSet(group, split, split.halos(layout.config.sliding_window) | tail, tail)
 
 
 def _marks(numbers: IntArray, length: int) -> BoolArray:

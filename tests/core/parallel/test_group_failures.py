@@ -5,6 +5,7 @@ the reason.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,6 +178,28 @@ def test_idle_ranks_do_not_step(group: tuple[FrontEnd, ThreadRanks]) -> None:
     before = settled(ranks)
     time.sleep(0.2)
     assert settled(ranks) == before
+
+
+def test_statistics_asked_for_by_another_thread_lose_no_output(
+    group: tuple[FrontEnd, ThreadRanks], expected: list[list[int]]
+) -> None:
+    engine, _ = group
+    asked: list[dict[str, object]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            asked.append(engine.statistics())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert tokens_of(ask(engine)) == expected
+    finally:
+        done.set()
+        watcher.join()
+    assert asked
+    assert not engine.scheduler.has_work
 
 
 def test_an_aborted_request_ends_on_its_rank_and_frees_its_blocks(

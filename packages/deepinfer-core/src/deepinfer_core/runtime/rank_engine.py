@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -240,4 +240,5 @@ class RankEngine:
         return replace(end, number=number)
 
     def _send(self, report: Report) -> None:
-        self._inbox.channel.send(encode(report))
+        with suppress(ParallelError) if self._is_closing else nullcontext():  # nobody reads what comes after the end
+            self._inbox.channel.send(encode(report))

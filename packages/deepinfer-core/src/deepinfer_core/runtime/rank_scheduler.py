@@ -10,6 +10,7 @@ the rank, and new requests are refused.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class RankScheduler:
     """The schedulers of all ranks as one, and their steps: what `LLM` and `Engine` ask of a scheduler and a loop.
 
     leaders: the ranks that take requests. max_num_waiting: requests beyond the slots of all ranks that are accepted.
+    Threads may share it, for statistics: one at a time listens to the ranks.
     """
 
     def __init__(
@@ -98,14 +100,15 @@ class RankScheduler:
         self._next_number = 0
         self._epoch = 0
         self._steps = 0
-        self._arrived: list[Stepped] = []
+        self._arrived: list[Stepped] = []  # not handed out
+        self._lock = threading.RLock()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
         """Requests whose end has not been handed out."""
-        return len(self._open) + len(self._ends)
+        return len(self._open) + len(self._ends) + sum(len(one.finished) for one in self._arrived)
 
     @property
     def num_waiting(self) -> int:
@@ -132,28 +135,29 @@ class RankScheduler:
             raise EngineError(f"the ranks have ended, make a new engine: {self.failure}") from self.failure
         if self.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait; at most {self._max_num_waiting} may")
-        place = choose_rank(self._loads, self._capacity, len(prompt))
-        number = self._next_number
-        self._next_number += 1
-        self._open[number] = _Open(place, len(prompt), watcher)
-        load = self._loads[place]
-        load.requests += 1
-        load.context_tokens += len(prompt)
-        load.prefill_tokens += len(prompt)
-        self._say(
-            self._leaders[place],
-            lambda epoch: Submit(
-                epoch, number, pack_tokens(prompt), params_to_json(params), seed, priority, tenant_salt
-            ),
-        )
+        with self._lock:
+            place = choose_rank(self._loads, self._capacity, len(prompt))
+            number = self._next_number
+            self._next_number += 1
+            self._open[number] = _Open(place, len(prompt), watcher)
+            load = self._loads[place]
+            load.requests += 1
+            load.context_tokens += len(prompt)
+            load.prefill_tokens += len(prompt)
+            tokens, wire_params = pack_tokens(prompt), params_to_json(params)
+            self._say(
+                self._leaders[place],
+                lambda epoch: Submit(epoch, number, tokens, wire_params, seed, priority, tenant_salt),
+            )
         return number
 
     def abort(self, number: int) -> bool:
         """End a request wherever it is; its `Finished` comes with the next outputs. False: unknown or already ended."""
-        request = self._open.get(number)
-        if request is None or self.failure is not None:
-            return False
-        self._say(self._leaders[request.rank], lambda epoch: Abort(epoch, number))
+        with self._lock:
+            request = self._open.get(number)
+            if request is None or self.failure is not None:
+                return False
+            self._say(self._leaders[request.rank], lambda epoch: Abort(epoch, number))
         return True
 
     def hit_tokens(self, number: int) -> int:
@@ -165,41 +169,45 @@ class RankScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are open, or ends not handed out."""
-        return self.num_unfinished > 0
+        """Whether requests are open, or what became of some is not handed out."""
+        return bool(self._open or self._ends or self._arrived)
 
     def step(self) -> StepOutputs:
         """What the ranks have committed since, after waiting a little for some; empty if nothing came."""
-        if self._open and not self._ends:
-            self._listen(_SLICE_S)
-        return self.take_finished()
+        with self._lock:
+            if self._open and not self._ends and not self._arrived:
+                self._listen(_SLICE_S)
+            return self.take_finished()
 
     def take_finished(self) -> StepOutputs:
         """What is here by now, without waiting."""
-        steps, self._arrived = self._arrived, []
-        ends, self._ends = self._ends, []
-        self._steps += 1
-        return _joined(self._steps, steps, ends)
+        with self._lock:
+            steps, self._arrived = self._arrived, []
+            ends, self._ends = self._ends, []
+            self._steps += 1
+            return _joined(self._steps, steps, ends)
 
     def ask(self) -> dict[int, dict[str, object]]:
         """Statistics of every rank. Raises ParallelError if one does not answer."""
-        self._counters = {}
-        for rank in range(len(self._ranks)):
-            self._say(rank, Ask)
-        deadline_s = time.monotonic() + _ANSWER_S
-        while self.failure is None and len(self._counters) < len(self._ranks) and time.monotonic() < deadline_s:
-            self._listen(_SLICE_S)
-        if len(self._counters) < len(self._ranks):
-            raise self.failure or ParallelError(f"not every rank gave its statistics within {_ANSWER_S:g} s")
-        return self._counters
+        with self._lock:
+            self._counters = {}
+            for rank in range(len(self._ranks)):
+                self._say(rank, Ask)
+            deadline_s = time.monotonic() + _ANSWER_S
+            while self.failure is None and len(self._counters) < len(self._ranks) and time.monotonic() < deadline_s:
+                self._listen(_SLICE_S)
+            if len(self._counters) < len(self._ranks):
+                raise self.failure or ParallelError(f"not every rank gave its statistics within {_ANSWER_S:g} s")
+            return self._counters
 
     def close(self) -> None:
         """Abort what is open and end the ranks."""
-        if self.failure is None:
-            for rank in range(len(self._ranks)):
-                self._say(rank, Close)
-        self.failure = self.failure or ParallelError("the engine is closed")
-        self._ranks.stop(10.0)
+        with self._lock:
+            if self.failure is None:
+                for rank in range(len(self._ranks)):
+                    self._say(rank, Close)
+            self.failure = self.failure or ParallelError("the engine is closed")
+            self._ranks.stop(10.0)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

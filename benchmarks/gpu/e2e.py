@@ -35,10 +35,10 @@ from deepinfer_core.kernels.registry import build_kernels, choose_provider
 from deepinfer_core.model import Backbone, build_batch, build_params
 from deepinfer_core.runtime.rank_slice import release_config
 from deepinfer_core.scheduling.plan import RowKind, StepPlan, TokenSource, Writes
+from tests.fixture_models import FIXTURES
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "packages/deepinfer-core/src/deepinfer_core/models/tiny"
-FIXTURES = ROOT / "tests/fixtures/models"
 GAP = 1.0  # of the two largest logits, from which on the argmax must agree
 REQUESTS, OUTPUT_TOKENS, ALONE = 64, 48, 12
 

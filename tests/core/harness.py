@@ -21,8 +21,8 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.model import Backbone, Drafter, ForwardOutput, LayerTrace, ModelParams, build_batch, build_params
 from deepinfer_core.scheduling.plan import RowKind, StepPlan, TokenSource, Writes
+from tests.fixture_models import FIXTURES as FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 SHARED_MODELS = Path(__file__).parents[2].parent / "shared" / "model"
 BACKTRACK = 12
 BLOCKS_A_REQUEST = 24

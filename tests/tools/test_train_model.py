@@ -14,10 +14,11 @@ from torch import Tensor
 from deepinfer_core.checkpoint.dequantize import dequantize_fp4, dequantize_fp8_blocks, dequantize_rows
 from deepinfer_core.checkpoint.token_classes import load_token_classes
 from deepinfer_core.config.model import ModelConfig
+from tests.fixture_models import FIXTURES
 from tools.train_tiny.model import Geometry, Mode, backbone
 from tools.train_tiny.params import slots
 
-FIXTURE = Path(__file__).parents[1] / "fixtures/models/tiny-a"
+FIXTURE = FIXTURES / "tiny-a"
 
 
 class Fixture:

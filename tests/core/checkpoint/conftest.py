@@ -19,8 +19,8 @@ from deepinfer_core.checkpoint.weights import ModelWeights
 from deepinfer_core.checkpoint.writer import write_checkpoint
 from deepinfer_core.config.model import ModelConfig
 from tests.core.model_configs import small_json
+from tests.fixture_models import FIXTURES
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
 SHARED = Path(__file__).parents[4] / "shared" / "model"
 
 

@@ -277,3 +277,20 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_flags_share_the_checks_of_the_settings() -> None:
     with pytest.raises(ConfigError, match="num_drafts is 99"):
         resolve_settings(parsed("--num-drafts", "99")[0], {})
+
+
+def test_bench_replays_routing_with_and_without_the_balancer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 60)
+    output, plot = tmp_path / "eplb.json", tmp_path / "eplb.png"
+    sizes = ["--eplb-steps", "20", "--eplb-devices", "4", "--eplb-interval", "4", "--eplb-window", "2"]
+    files = ["--eplb-text", str(text), "--output", str(output), "--plot", str(plot)]
+    assert main(["bench", "--eplb", *sizes, *files, "--eplb-skew", "1.0", "--model", "tiny"]) == 0
+    results = json.loads(output.read_text())
+    assert len(results["without"]) == len(results["with"]) == 20
+    assert results["load"] == "recorded, skewed by Zipf 1 with drift"
+    assert results["load"] in capsys.readouterr().out
+    assert results["busiest_over_mean_with"] < results["busiest_over_mean_without"]
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -11,6 +11,10 @@ repeats. With --workload it serves a file of arrivals, or a made-up one, at seve
 With --slice it times one rank of a cluster with random weights (cli/bench_slice.py):
 
     deepinfer bench --slice ep=64 --requests 256 --context 131072
+
+With --eplb it plays recorded routing with and without the expert balancer (cli/bench_eplb.py):
+
+    deepinfer bench --eplb --output eplb.json --plot eplb.png
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deepinfer_core.cli.bench_eplb import add_eplb_flags, run_eplb
 from deepinfer_core.cli.bench_slice import add_slice_flags, run_slice
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
@@ -74,6 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_slice_flags(parser)
+    add_eplb_flags(parser)
     served = parser.add_argument_group("serving a workload (cli/workload.py has the format)")
     served.add_argument(
         "--workload", help="a JSONL file, or a made-up one: chat, agent (a file of that name is ./chat)"
@@ -92,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     if args.slice is not None:
         return run_slice(args)
+    if args.eplb:
+        return run_eplb(args)
     if args.workload is not None:
         return _serve(args)
     batches = [check_integer("--batch", _number(text), 1, 65_536, ConfigError) for text in args.batch.split(",")]

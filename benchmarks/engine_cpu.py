@@ -31,7 +31,7 @@ from deepinfer_core.scheduling.plan import StepPlan
 from deepinfer_core.scheduling.replay import ReplayRules
 from deepinfer_core.scheduling.scheduler import Scheduler
 
-BATCH, OUTPUT_TOKENS = 32, 64
+BATCH, OUTPUT_TOKENS = 32, 48
 HIT_TOKENS, TAIL_TOKENS = 4096, 20
 SIMULATED_STEP_S = 0.005
 # Only what is named below may differ between systems; prefixes would make later rounds cheaper than earlier ones.
@@ -80,7 +80,7 @@ def bare(rounds: int, num_drafts: int) -> dict[str, Any]:
 
 def overlap_on_model(rounds: int) -> dict[str, Any]:
     """Plain seconds over overlapped seconds."""
-    settings = COMMON | {"prefix_replay": "off"}
+    settings = COMMON | {"prefix_replay": "off", "num_drafts": 0}  # a step of drafting is longer, and hides more
     with LLM("tiny", **settings, overlap=True) as overlapped, LLM("tiny", **settings, overlap=False) as plain:
         systems = {"overlapped": overlapped, "plain": plain}
         for llm in systems.values():
@@ -153,7 +153,8 @@ def queue(num_requests: int) -> dict[str, Any]:
     num_blocks = 96
     # Random token ids end answers at random points: about one token in sixty stops.
     stops = list(range(300, 350))
-    with LLM("tiny", **COMMON, num_blocks=num_blocks, max_model_len=2048) as llm:
+    settings = COMMON | {"draft_schedule": "scheduled", "num_blocks": num_blocks, "max_model_len": 2048}
+    with LLM("tiny", **settings) as llm:
         prompts = [token_ids(rng.choice([8, 40, 120, 400]), llm.tokenizer.num_tokens, i) for i in range(num_requests)]
         params = [
             SamplingParams(
@@ -181,7 +182,7 @@ def queue(num_requests: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1_000, help="of the queue")
     parser.add_argument("--only", choices=["bare", "overlap", "prefix", "queue"], help="one part")
     args = parser.parse_args()

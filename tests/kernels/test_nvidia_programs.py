@@ -60,7 +60,9 @@ def test_the_release_runs_every_operation_that_is_offered(release: ModelConfig) 
     [
         ({"head_dim": 96}, "attend", "head_dim is 96; the attention kernel needs a multiple of 64"),
         ({"head_dim": 96}, "plan_keys", "head_dim is 96"),
-        ({"index_n_heads": 24}, "index_scores", "index_n_heads is 24; the index kernel needs a divisor of 64"),
+        ({"index_n_heads": 24}, "index_scores", "index_n_heads is 24; the index kernel needs a divisor of 128"),
+        ({"index_head_dim": 48}, "plan_index", "index_head_dim is 48; the index kernel needs a multiple of 32"),
+        ({"candidate_block_size": 24}, "index_scores", "candidate_block_size is 24; .* a divisor of a cache block"),
         ({"moe_intermediate_size": 100}, "run_experts", "moe_intermediate_size is 100; .* multiple of 8"),
         ({"hc_mult": 9}, "mhc_mix", "hc_mult is 9; the kernel holds at most 8 streams"),
     ],
@@ -154,12 +156,12 @@ def nvcc(jit: ModuleType, source: str, arch: str, folder: Path) -> tuple[str, st
     ("name", "arch", "instructions"),
     [
         ("attend", "sm_90a", ("HGMMA", "STSM")),
-        ("index_scores", "sm_90a", ("HGMMA",)),
+        ("index_scores", "sm_90a", ("QGMMA", "UTMALDG")),
         ("matmul_parts", "sm_90a", ("HGMMA", "UTMALDG")),
         ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
         # Plain products become the older HMMA on SM100; none of these has run there.
         ("attend", "sm_100a", ("HMMA",)),
-        ("index_scores", "sm_100a", ("HMMA",)),
+        ("index_scores", "sm_100a", ("QMMA",)),
         ("write_records", "sm_100a", ("STG",)),
         ("gated", "sm_100a", ("HMMA",)),
     ],
@@ -246,7 +248,7 @@ def test_a_dtype_that_a_kernel_does_not_take_is_named(package: SimpleNamespace) 
     with pytest.raises(KernelError, match=r"bfloat16 or float32, not torch\.float64"):
         package.jit.dtype_name(x.double())
     plan = package.indexer.plan_index(torch.zeros(1, 1, dtype=torch.int64), 8, torch.ones(1, dtype=torch.int64))
-    with pytest.raises(KernelError, match=r"1, 2, 4 \.\. 64 heads, not torch\.bfloat16 and 24"):
+    with pytest.raises(KernelError, match=r"1, 2, 4 \.\. 128 heads, not torch\.bfloat16 and 24"):
         package.indexer.index_scores(torch.ones(1, 24, 32).bfloat16(), torch.ones(1, 24), cache, plan, None, 8)
 
 

@@ -49,7 +49,10 @@ _INDEX = frozenset(("plan_index", "index_scores"))
 _EXPERTS = frozenset(("plan_experts", "run_experts", "shared_expert"))
 _BFLOAT16_ONLY = _ATTENTION | _INDEX | _EXPERTS | {"grouped_linear"}
 _ATTENTION_DIM_STEP = 64  # a tile of one wgmma, and whole 32-bit words in a compressed record
-_MOST_INDEX_HEADS = 64  # columns of one index product
+_INDEX_COLUMNS = 128  # of one index product: heads of whole rows
+_INDEX_DIM_STEP = 32  # values that share a scale, and the depth of one fp8 wgmma
+_INDEX_ENTRIES_STEP = 16  # records of any length come in whole 16-byte units
+_BLOCK_TOKENS = 128
 _EXPERT_DIM_STEP = 8  # rows of whole 16-byte units
 _MOST_STREAMS = 8  # the mix of a row is held in the registers of one thread
 
@@ -64,12 +67,27 @@ def reason_against(op: str, config: ModelConfig, dtype: torch.dtype) -> str | No
         return "the kernel computes in bfloat16 only"
     if op in _ATTENTION and config.head_dim % _ATTENTION_DIM_STEP:
         return f"head_dim is {config.head_dim}; the attention kernel needs a multiple of {_ATTENTION_DIM_STEP}"
-    if op in _INDEX and _MOST_INDEX_HEADS % config.index_n_heads:
-        return f"index_n_heads is {config.index_n_heads}; the index kernel needs a divisor of {_MOST_INDEX_HEADS}"
+    if op in _INDEX and (reason := _reason_against_index(config)) is not None:
+        return reason
     if op in _EXPERTS:
         for name in ("hidden_size", "moe_intermediate_size"):
             if getattr(config, name) % _EXPERT_DIM_STEP:
                 return f"{name} is {getattr(config, name)}; the expert kernels need a multiple of {_EXPERT_DIM_STEP}"
     if op == "mhc_mix" and config.hc_mult > _MOST_STREAMS:
         return f"hc_mult is {config.hc_mult}; the kernel holds at most {_MOST_STREAMS} streams"
+    return None
+
+
+def _reason_against_index(config: ModelConfig) -> str | None:
+    ratio = max((config.compress_ratios[layer] for layer in config.kv_source_layer_ids), default=1)
+    if _INDEX_COLUMNS % config.index_n_heads:
+        return f"index_n_heads is {config.index_n_heads}; the index kernel needs a divisor of {_INDEX_COLUMNS}"
+    if config.index_head_dim % _INDEX_DIM_STEP:
+        return f"index_head_dim is {config.index_head_dim}; the index kernel needs a multiple of {_INDEX_DIM_STEP}"
+    if _BLOCK_TOKENS % (_INDEX_ENTRIES_STEP * ratio):
+        return f"a compression ratio is {ratio}; the index kernel needs 1, 2, 4 or 8"
+    if _BLOCK_TOKENS // ratio % config.candidate_block_size:
+        return (
+            f"candidate_block_size is {config.candidate_block_size}; the index kernel needs a divisor of a cache block"
+        )
     return None

@@ -95,9 +95,10 @@ def _attention(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     for has_entries in (True, False):
         yield "attend", ("attend", (c.num_attention_heads, c.head_dim, has_entries, "float32"))
     for ratio in sorted({c.compress_ratios[layer] for layer in c.kv_source_layer_ids}):
-        for with_candidates in (False, True):
-            shape = (c.index_n_heads, c.index_head_dim, _BLOCK_TOKENS // ratio, "bfloat16", with_candidates)
+        for candidate_block in (None, c.candidate_block_size):
+            shape = (c.index_n_heads, c.index_head_dim, _BLOCK_TOKENS // ratio, candidate_block)
             yield "index_scores", ("index_scores", shape)
+    yield "index_scores", ("encode_queries", (c.index_head_dim, "bfloat16"))
     yield "select_entries", ("top_k", (c.index_topk, 4, False))
     yield "candidate_blocks", ("block_best", (c.candidate_block_size,))
     yield "candidate_blocks", ("top_k", (c.candidate_topk_blocks, 1, True))

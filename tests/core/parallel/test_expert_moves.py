@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from deepinfer_core.config.engine import ExpertBalanceConfig
+from deepinfer_core.config.engine import ExpertBalanceConfig, flat_settings, resolve_settings
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.outputs import CompletionOutput
 from deepinfer_core.parallel.communicator import Communicator
@@ -21,19 +23,21 @@ from deepinfer_core.parallel.expert_balancer import ExpertBalancer
 from deepinfer_core.parallel.expert_moves import ExpertMover
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.placement_tables import placement_tables
+from deepinfer_core.parallel.workers import Workers
 from deepinfer_core.requests import AnswerBook
 from deepinfer_core.runtime.front_end import FrontEnd
 from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.scheduling.expert_balance import BalanceDecision, BalancePolicy
-from deepinfer_core.scheduling.expert_load import split_tokens
-from deepinfer_core.scheduling.expert_placement import ExpertTopology, Placement, balancedness, moves_between, plan
+from deepinfer_core.scheduling.expert_placement import ExpertTopology, Placement, plan
 from tests.core.engine.traces import Job, Oracle
 from tests.core.harness import FIXTURES
 from tests.core.parallel.in_process import Meeting, ThreadCommunicator, on_ranks
+from tests.core.parallel.restless_rank import RestlessPolicy
 from tests.core.parallel.thread_ranks import ThreadRanks, front_end
 
 MODEL = FIXTURES / "tiny-a"
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 SETTINGS: dict[str, Any] = {
     "max_model_len": 400,
     "max_num_seqs": 4,
@@ -46,24 +50,6 @@ SETTINGS: dict[str, Any] = {
     "expert_rearrangement_interval": 12,
     "expert_count_window": 6,
 }
-
-
-class Restless(BalancePolicy):
-    """Places the experts anew, by chance, after every window."""
-
-    seed = 0
-
-    def decide(
-        self, load: np.ndarray, placement: Placement, *, layer_seconds: float, move_seconds: float
-    ) -> BalanceDecision:
-        assert layer_seconds > 0
-        assert move_seconds > 0
-        Restless.seed += 1
-        chance = np.random.default_rng(Restless.seed).random(load.shape)
-        new = plan(chance, None, self.topology, placement.expert_of_slot.shape[1]).placement
-        moves = moves_between(placement, new, self.topology)
-        before, after = balancedness(load, placement), balancedness(load, new)
-        return BalanceDecision(new, split_tokens(load, new), moves, before, after)
 
 
 JOBS = [
@@ -98,7 +84,7 @@ def oracle() -> Iterator[Oracle]:
 
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FrontEnd, ThreadRanks]]:
-    monkeypatch.setattr("deepinfer_core.runtime.rank_part.BalancePolicy", Restless)
+    monkeypatch.setattr("deepinfer_core.runtime.rank_part.BalancePolicy", RestlessPolicy)
     with front_end(MODEL, **SETTINGS) as made:
         yield made
 
@@ -111,6 +97,23 @@ def test_tokens_do_not_change_while_experts_move(restless: tuple[FrontEnd, Threa
     assert int(str(stats[0]["expert_windows"])) >= 3
     assert all(int(str(one["experts_moved_here"])) >= 10 for one in stats)
     assert all(one["expert_records_damaged"] == one["expert_plans_late"] == 0 for one in stats)
+
+
+@pytest.mark.slow
+def test_tokens_do_not_change_while_experts_move_between_processes(oracle: Oracle) -> None:
+    config = resolve_settings({"model": str(MODEL), "quiet": True} | SETTINGS, {}).config
+    variables = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    ranks = Workers.local("restless_rank", 2, variables=variables, show_output=False)
+    engine = FrontEnd.connect(config, ranks, range(2), flat_settings(config))
+    try:
+        assert answer(engine, oracle, JOBS) == [oracle.answers(job, "compact") for job in JOBS]
+        stats: Any = engine.statistics()
+        assert stats["rank_0"]["expert_plans_with_moves"] >= 2
+        assert all(one["experts_moved_here"] >= 5 for one in stats.values())
+        assert all(one["expert_records_damaged"] == 0 for one in stats.values())
+    finally:
+        engine.close()
+    assert [worker.process.returncode for worker in ranks.workers if worker.process] == [0, 0]
 
 
 # ---- the mover by itself: ranks as threads, weights that say which expert they are -----------------------------------
@@ -138,7 +141,7 @@ class Bench:
             expert_rearrangement_interval=interval, expert_count_window=2, num_extra_experts=3
         )
         self.balancer = ExpertBalancer(
-            self.exchange, comm, self.placement, self.weights, settings, policy or Restless(topology, 4)
+            self.exchange, comm, self.placement, self.weights, settings, policy or RestlessPolicy(topology, 4)
         )
         self.step = 0
 
@@ -209,7 +212,7 @@ def test_every_slot_holds_the_expert_that_the_tables_send_to_it() -> None:
                         assert torch.equal(tensor[slot], expert_tensor(layer, expert, width))
         return [table.slots.tolist() for table in tables.values()]
 
-    Restless.seed = 0
+    RestlessPolicy.num_decisions = 0
     found = on_benches(work)
     assert found[0] == found[1] == found[2]
     assert found[0] != [table.slots.tolist() for table in placement_tables([first_placement()], CPU).values()]
@@ -218,7 +221,7 @@ def test_every_slot_holds_the_expert_that_the_tables_send_to_it() -> None:
 def test_counts_are_those_of_real_rows_of_all_ranks() -> None:
     loads: list[np.ndarray] = []
 
-    class Recording(Restless):
+    class Recording(RestlessPolicy):
         def decide(self, load: np.ndarray, placement: Placement, **named: Any) -> BalanceDecision:
             loads.append(load)
             return super().decide(load, placement, **named)
@@ -247,7 +250,7 @@ def test_a_damaged_record_ends_the_plan_on_all_ranks_and_nothing_is_lost(monkeyp
         return bench.balancer.statistics(), [bench.exchange.tables[layer].slots for layer in range(LAYERS)]
 
     monkeypatch.setattr(ExpertMover, "_record", damaged)
-    Restless.seed = 0
+    RestlessPolicy.num_decisions = 0
     found = on_benches(work)
     assert [stats["expert_plans_given_up"] for stats, _ in found] == [1] * RANKS
     assert sum(stats["expert_records_damaged"] for stats, _ in found) >= 1
@@ -286,7 +289,7 @@ def test_a_plan_that_does_not_finish_is_reported_and_given_up(caplog: pytest.Log
     """The mover of one rank is held; the steps go on, and so does the balancer after it."""
     gate = threading.Event()
 
-    class Held(Restless):
+    class Held(RestlessPolicy):
         def decide(self, load: np.ndarray, placement: Placement, **named: Any) -> BalanceDecision:
             gate.wait(30)
             return super().decide(load, placement, **named)

@@ -36,7 +36,7 @@ EXAMPLES = {
     "logprobs_mode": ("processed", "processed"), "decoder_prefill": ("full", "full"), "prefix_replay": ("off", "off"),
     "draft_schedule": ("fixed", "fixed"), "verification": ("coupled", "coupled"),
     "confidence_temperatures": ("1,2,3", (1.0, 2.0, 3.0)), "collective_deadline_s": ("2.5", 2.5),
-    "start_deadline_s": ("2.5", 2.5),
+    "start_deadline_s": ("2.5", 2.5), "launcher": ("ray", "ray"),
 }  # fmt: skip
 
 

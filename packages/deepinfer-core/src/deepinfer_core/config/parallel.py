@@ -9,9 +9,10 @@ from deepinfer_core.config.checks import check_choice, check_integer, check_numb
 from deepinfer_core.config.topology import Topology
 from deepinfer_core.errors import ConfigError
 
-__all__ = ["ExpertTransport", "ParallelConfig"]
+__all__ = ["ExpertTransport", "Launcher", "ParallelConfig"]
 
 ExpertTransport = Literal["torch", "deepep"]
+Launcher = Literal["local", "ray"]
 
 _MAX_RANKS = 65_536
 _MIN_DEADLINE_S = 1.0
@@ -29,6 +30,7 @@ class ParallelConfig:
     context_parallel_size: Annotated[int, "ranks that share a long prompt"] = 1
     engram_parallel_size: Annotated[int, "ranks that share the Engram tables"] = 1
     expert_transport: Annotated[ExpertTransport, "how rows reach their experts; deepep was never run"] = "torch"
+    launcher: Annotated[Launcher, "what starts ranks that torchrun has not; ray was never run"] = "local"
     collective_deadline_s: Annotated[float, "longest wait of a rank for another in a step"] = 120.0
     start_deadline_s: Annotated[float, "longest wait for every rank to appear"] = 60.0
 
@@ -38,6 +40,7 @@ class ParallelConfig:
         for name in ("expert_parallel_size", "context_parallel_size", "engram_parallel_size"):
             check_integer(name, getattr(self, name), 1, _MAX_RANKS, ConfigError)
         check_choice("expert_transport", self.expert_transport, get_args(ExpertTransport), ConfigError)
+        check_choice("launcher", self.launcher, get_args(Launcher), ConfigError)
         for name in ("collective_deadline_s", "start_deadline_s"):
             check_number(name, getattr(self, name), _MIN_DEADLINE_S, _MAX_DEADLINE_S, ConfigError)
         self.topology()

@@ -18,14 +18,14 @@ import struct
 import time
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore  # not exported to type checkers by the public name
+from torch._C._distributed_c10d import Store, TCPStore  # not exported to type checkers by the public name
 
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.parallel.channel import Channel
 from deepinfer_core.parallel.launch import Rendezvous, own_address
 from deepinfer_core.parallel.workers import Worker, Workers, start_worker
 
-__all__ = ["join_front_end", "launched_ranks"]
+__all__ = ["accept_ranks", "join_front_end", "launched_ranks"]
 
 _KEY = "front_end"
 _TOKEN_BYTES = 32
@@ -46,18 +46,14 @@ def launched_ranks(
 
     Raises ParallelError that names the ranks that have not called within `timeout_s`.
     """
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    host = own_address(meeting)
-    with socket.create_server((host, 0), backlog=meeting.world_size) as listener:
-        address = _Address(host, listener.getsockname()[1], token.hex())
-        store.set(_KEY, msgspec.json.encode(address).decode())
-        channels = _accept_all(listener, token, meeting.world_size, timeout_s)
+    with socket.create_server((own_address(meeting), 0), backlog=meeting.world_size) as listener:
+        channels = accept_ranks(listener, store, set(range(1, meeting.world_size)), timeout_s)
     own = start_worker(module, meeting, (), {}, show_output=show_output)
     others = [Worker(rank, channel, None) for rank, channel in sorted(channels.items())]
     return Workers([own, *others], store)
 
 
-def join_front_end(store: TCPStore, meeting: Rendezvous) -> Channel:
+def join_front_end(store: Store, meeting: Rendezvous) -> Channel:
     """This rank's channel to the front end. Raises ParallelError if there is none within the store's timeout."""
     try:
         address = msgspec.json.decode(store.get(_KEY), type=_Address)
@@ -70,24 +66,28 @@ def join_front_end(store: TCPStore, meeting: Rendezvous) -> Channel:
     return Channel(connected, "the front end")
 
 
-def _accept_all(listener: socket.socket, token: bytes, size: int, timeout_s: float) -> dict[int, Channel]:
+def accept_ranks(listener: socket.socket, store: Store, ranks: set[int], timeout_s: float) -> dict[int, Channel]:
+    """Publish where the front end listens, and wait for all of `ranks` to call. Raises ParallelError that names those
+    that have not within `timeout_s`.
+    """
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    host, port = listener.getsockname()[:2]
+    store.set(_KEY, msgspec.json.encode(_Address(host, port, token.hex())).decode())
     channels: dict[int, Channel] = {}
     deadline_s = time.monotonic() + timeout_s
-    while len(channels) < size - 1:
+    while missing := sorted(ranks - channels.keys()):
         listener.settimeout(max(0.01, deadline_s - time.monotonic()))
         try:
             connected, caller = listener.accept()
         except TimeoutError:
-            missing = sorted(set(range(1, size)) - channels.keys())
             for channel in channels.values():
                 channel.close()
             raise ParallelError(
-                f"ranks {missing} of {size} have not called within {timeout_s:g} s; look at the launcher's output on "
-                "their hosts",
+                f"ranks {missing} have not called within {timeout_s:g} s; look at the launcher's output on their hosts",
                 tuple(missing),
             ) from None
         rank = _hello(connected, token)
-        if rank is None or not 0 < rank < size or rank in channels:
+        if rank is None or rank not in missing:
             connected.close()
             continue
         channels[rank] = Channel(connected, f"rank {rank} at {caller[0]}")

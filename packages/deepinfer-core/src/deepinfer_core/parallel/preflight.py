@@ -40,7 +40,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: int
     host: str
     process_id: int
-    device: str  # "cuda:3"
+    device: str  # "cpu", or "cuda:3" and what is the device's alone
     device_name: str
     versions: dict[str, str]  # what must be the same everywhere, by name
     settings: str  # hash of the engine's settings
@@ -66,13 +66,16 @@ def local_report(
     needed_bytes: int,
 ) -> RankReport:
     """The report of this process."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name, device_id = platform.machine(), str(device)
+    if device.type == "cuda":  # its number may be another in every process
+        properties = torch.cuda.get_device_properties(device)
+        name, device_id = properties.name, f"{device} {properties.uuid}"
     return RankReport(
         rank=meeting.rank,
         world_size=meeting.world_size,
         host=socket.gethostname(),
         process_id=os.getpid(),
-        device=str(device),
+        device=device_id,
         device_name=name,
         versions={
             "deepinfer-core": __version__,

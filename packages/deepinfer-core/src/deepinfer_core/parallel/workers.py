@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -68,11 +68,12 @@ class Worker:
 class Workers:
     """The ranks 0, 1, .. of one engine. They are stopped with this object and when the interpreter exits."""
 
-    def __init__(self, workers: Sequence[Worker], store: TCPStore) -> None:
+    def __init__(self, workers: Sequence[Worker], store: TCPStore, on_stop: Callable[[], None] | None = None) -> None:
+        """`on_stop`: a launcher's own way to end what is left."""
         self.workers = list(workers)
         self.store = store  # kept alive for the ranks where this process serves it
         self._ended: list[Worker] = []  # seen, not yet reported by `receive`
-        self._finalizer = weakref.finalize(self, _stop, self.workers, 0.0)
+        self._stop = weakref.finalize(self, _stop, self.workers, 0.0, on_stop)
         self._selector = selectors.DefaultSelector()
         for worker in self.workers:
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
@@ -151,7 +152,9 @@ class Workers:
     def stop(self, timeout_s: float = 10.0) -> None:
         """Close the channels, which asks the ranks to end; those that still run after `timeout_s` are killed."""
         self._selector.close()
-        _stop(self.workers, timeout_s)
+        if (arguments := self._stop.detach()) is not None:
+            _, _, (workers, _, on_stop), _ = arguments
+            _stop(workers, timeout_s, on_stop)
 
     def __enter__(self) -> Workers:
         return self
@@ -213,7 +216,7 @@ def _copy_output(worker: Worker, process: subprocess.Popen[bytes], show: bool) -
                 print(f"[rank {worker.rank}] {text}", file=sys.stderr, flush=True)
 
 
-def _stop(workers: Sequence[Worker], timeout_s: float) -> None:
+def _stop(workers: Sequence[Worker], timeout_s: float, on_stop: Callable[[], None] | None = None) -> None:
     """Ask, then kill; returns when all processes of ours have ended."""
     for worker in workers:
         worker.channel.end_sending()
@@ -231,3 +234,5 @@ def _stop(workers: Sequence[Worker], timeout_s: float) -> None:
             process.kill()  # also ends one that is stopped
     for process in processes:
         process.wait()
+    if on_stop is not None:
+        on_stop()

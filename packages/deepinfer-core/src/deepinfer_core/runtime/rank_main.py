@@ -2,7 +2,7 @@
 
     settings from the front end ─► preflight with the other ranks ─► join them ─► load this rank's part ─► serve
 
-`serve_rank` alone is what the process of a launcher does on every rank but 0 (`runtime/start.py`).
+`serve_launched` is what the process of a launcher does on every rank but 0 (`runtime/start.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from deepinfer_core.errors import ParallelError
 from deepinfer_core.kernels.registry import choose_provider
 from deepinfer_core.parallel.channel import Channel, Inbox
 from deepinfer_core.parallel.launch import Rendezvous
+from deepinfer_core.parallel.launched import join_front_end
 from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.assembly import assemble_engine
 from deepinfer_core.runtime.rank_engine import RankEngine
 from deepinfer_core.runtime.rank_messages import Failed, Start, decode_command, encode
 from deepinfer_core.runtime.rank_preflight import check_before_loading
 
-__all__ = ["main", "serve_rank"]
+__all__ = ["main", "serve_launched", "serve_rank"]
 
 _START_S = 300.0
 
@@ -40,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if meeting is None:
         parser.error("no launcher has set RANK and WORLD_SIZE")
     return serve_rank(meeting, Inbox(Channel.from_descriptor(args.channel, "the front end")))
+
+
+def serve_launched(start_deadline_s: float) -> int:
+    """Be the rank that a launcher has made this process, until the front end, elsewhere, ends; the exit status."""
+    meeting = Rendezvous.from_environment()
+    if meeting is None:
+        raise ParallelError("no launcher has set RANK and WORLD_SIZE")
+    channel = join_front_end(meeting.connect(start_deadline_s), meeting)
+    return serve_rank(meeting, Inbox(channel))
 
 
 def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
@@ -85,8 +95,9 @@ def _device(config: EngineConfig, meeting: Rendezvous) -> torch.device:
     kind = choose_provider(config.accelerator).device
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, meeting.local_rank)
-    torch.get_device_module(device).set_device(device)
+    module = torch.get_device_module(kind)
+    device = torch.device(kind, meeting.local_rank if module.device_count() > 1 else 0)  # some show each rank its own
+    module.set_device(device)
     return device
 
 

@@ -260,22 +260,40 @@ def experts() -> Iterator[Case]:
 
 
 def indexer() -> Iterator[Case]:
-    num_blocks, per_block, heads, dim = 1024, 128, 32, 128
+    context, heads, dim, block, selected, candidates = 131_072, 32, 128, 8, 512, 2048
+
+    def make(rows: int, entries: int, share: float | None) -> Callable[[], Any]:
+        """Scores of rows of four to a request over `entries` keys a block; `share` of the candidate blocks, if any."""
+        keys = pack(randn(8192, dim, dtype=torch.float32), INDEX).repeat(64, 1)  # 4,096 or 8,192 blocks
+        num_blocks = context // 128
+        request = torch.arange(rows, device="cuda") // 4
+        blocks = (request[:, None] * 37 + torch.arange(num_blocks, device="cuda")) % (len(keys) // entries)
+        plan = TABLE["plan_index"](blocks, entries, torch.full((rows,), num_blocks * entries, device="cuda"))
+        iq, weights = TABLE["round_index"](randn(rows, heads, dim)), randn(rows, heads)
+        marks = None
+        if share is not None:
+            of_requests = torch.rand(rows // 4, num_blocks * entries // block, device="cuda") < share
+            marks = of_requests.repeat_interleave(4, 0)
+        return lambda: TABLE["index_scores"](iq, weights, keys, plan, marks, block)
+
+    for rows, entries, share, name in (
+        (8, 128, None, "context 131072"),
+        (ROWS, 128, None, "context 131072"),
+        (ROWS, 64, None, "context 131072, ratio 2"),
+        (ROWS, 128, candidates * block / context, "context 131072, 2048 candidate blocks of a request"),
+    ):
+        read = rows * context // 128 * entries * (1.0 if share is None else share)
+        written = rows * context // 128 * entries * 4
+        num_bytes, num_flops = read * 68 / 4 + written, 2.0 * read * heads * dim
+        yield Case("index_scores", f"{rows} rows, {name}", [make(rows, entries, share)], num_bytes, num_flops)
     for rows in (8, ROWS):
-
-        def make(rows: int = rows) -> Callable[[], Any]:
-            keys = pack(randn(8192, dim, dtype=torch.float32), INDEX).repeat(64, 1)  # 4,096 blocks
-            request = torch.arange(rows, device="cuda") // 4
-            blocks = (request[:, None] * 37 + torch.arange(num_blocks, device="cuda")) % 4096
-            visible = torch.full((rows,), num_blocks * per_block, device="cuda")
-            plan = TABLE["plan_index"](blocks, per_block, visible)
-            iq, weights = TABLE["round_index"](randn(rows, heads, dim)), randn(rows, heads)
-            return lambda: TABLE["index_scores"](iq, weights, keys, plan, None, 8)
-
-        keys = rows * num_blocks * per_block
-        yield Case(
-            "index_scores", f"{rows} rows, context 131072", [make()], keys * (4 + 68 / 4), 2.0 * keys * heads * dim
-        )
+        scores = [randn(rows, context, dtype=torch.float32) for _ in range(2)]
+        visible = torch.full((rows,), context, device="cuda")
+        select = [partial(TABLE["select_entries"], row_scores, selected) for row_scores in scores]
+        mark = [partial(TABLE["candidate_blocks"], row_scores, visible, block, candidates) for row_scores in scores]
+        torches = [partial(torch.topk, row_scores, selected, 1) for row_scores in scores]
+        yield Case("select_entries", f"{selected} of {rows}x{context}", select, 4 * rows * context, peer=torches)
+        yield Case("candidate_blocks", f"{candidates} of {rows}x{context // block}", mark, 4 * rows * context)
 
 
 def main() -> None:

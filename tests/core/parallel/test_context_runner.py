@@ -17,8 +17,11 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.model import Backbone
 from deepinfer_core.parallel.communicator import Communicator
+from deepinfer_core.parallel.lockstep import Lockstep, Notice
+from deepinfer_core.runtime.context_group import ContextGroup
 from deepinfer_core.runtime.engine_loop import make_loop
 from deepinfer_core.runtime.plan_codec import decode_plan, encode_plan
+from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.scheduling.plan import Admission, Content, StepPlan, StepResult
 from deepinfer_core.scheduling.prefix_index import PrefixHasher
@@ -171,10 +174,23 @@ def test_what_the_leader_holds_counts(tiny_a: TinyModel) -> None:
     plan = replace(plan_of([Chunk(0, 0, tokens)], sample="last"), admissions=(brought,), segment_num_drafts=wanted)
 
     def held(group: Communicator) -> list[int]:
-        params = tiny_a.params if group.rank == 0 else replace(tiny_a.params, head=-tiny_a.params.head)
-        with runner_of(replace(tiny_a, params=params), group) as runner:
+        head = tiny_a.params.head if group.rank == 0 else -tiny_a.params.head
+        runner = RankRunner(
+            tiny_a.config,
+            replace(tiny_a.params, head=head),
+            tiny_a.backbone.kernels,
+            RunnerConfig(4, NUM_BLOCKS, 512, num_drafts=DRAFTS),
+            lockstep=Lockstep(group),
+            exchange=None,
+            engram=None,
+            group=ContextGroup(group, group),
+        )
+        if runner.leads:
             runner.run(plan)
-            return [int(runner.state.held_position[0]), *runner.state.held_tokens[0].tolist()]
+        else:
+            runner.follow(Notice())
+        runner.close()
+        return [int(runner.state.held_position[0]), *runner.state.held_tokens[0].tolist()]
 
     leader, follower = on_ranks(2, held)
     assert leader == follower

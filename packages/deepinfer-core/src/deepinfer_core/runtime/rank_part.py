@@ -30,6 +30,7 @@ from deepinfer_core.parallel.lockstep import Lockstep
 from deepinfer_core.parallel.owned import SharedEngram
 from deepinfer_core.parallel.placement_tables import first_placements, held_experts, placement_tables
 from deepinfer_core.parallel.world import World
+from deepinfer_core.runtime.context_group import ContextGroup
 from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.scheduling.expert_balance import BalancePolicy
@@ -87,8 +88,7 @@ class RankPart:
     ) -> Runner:
         """The runner of this rank's steps."""
         world = self.world
-        context = None if world is None or world.along("context").size == 1 else world.along("context")
-        if world is None or (context is None and not self.steps_together):
+        if world is None or (world.along("context").size == 1 and not self.steps_together):
             return Runner(model, params, kernels, config, **named)
         expert, engram = world.along("expert"), world.along("engram")
         exchange = None if self.placements is None else self._exchange(expert, self.placements, model, config)
@@ -98,8 +98,7 @@ class RankPart:
             kernels,
             config,
             lockstep=Lockstep(world.control if self.steps_together else world.plans, world.begin_step),
-            context=context,
-            plans=world.plans,
+            group=ContextGroup(world.along("context"), world.plans) if world.along("context").size > 1 else None,
             exchange=exchange,
             balancer=None if exchange is None else self._balancer(world, exchange, params),
             engram=None if self.engram_rows is None else SharedEngram(engram, params.engram_tables()),

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_core.errors import ParallelError
+from deepinfer_core.errors import ParallelError, PeerError
 from deepinfer_core.model.moe import serve_experts
 from deepinfer_core.model.params import MoeParams
-from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.expert_balancer import ExpertBalancer
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.lockstep import Agreement, Lockstep, Notice
 from deepinfer_core.parallel.owned import SharedEngram
+from deepinfer_core.runtime.context_group import ContextGroup
+from deepinfer_core.runtime.forward import ForwardRows
 from deepinfer_core.runtime.pending import PendingResult
-from deepinfer_core.runtime.plan_codec import decode_plan, encode_plan
 from deepinfer_core.runtime.runner import Runner
 from deepinfer_core.scheduling.plan import Admission, RowKind, StepPlan, TokenSource
 
@@ -34,8 +34,8 @@ __all__ = ["RankRunner"]
 
 
 class RankRunner(Runner):
-    """`exchange`, `engram`: None where every rank has all of it. `context`: the ranks that run the plans of the first
-    of them, None = this one alone; `plans`: the same, on the host. `pads`: every rank pads to the rows of the fullest.
+    """`exchange`, `engram`: None where every rank has all of it. `group`: the ranks that run the plans of the first of
+    them, None = this one alone. `pads`: every rank pads to the rows of the fullest.
     """
 
     def __init__(
@@ -44,25 +44,26 @@ class RankRunner(Runner):
         lockstep: Lockstep,
         exchange: SharedExperts | None,
         engram: SharedEngram | None,
-        context: Communicator | None = None,
-        plans: Communicator | None = None,
+        group: ContextGroup | None = None,
         balancer: ExpertBalancer | None = None,
         pads: bool = False,
         **named: Any,
     ) -> None:
-        super().__init__(*args, exchange=exchange, engram=engram, context=context, **named)
+        super().__init__(
+            *args, exchange=exchange, engram=engram, context=None if group is None else group.rows, **named
+        )
         self.lockstep, self.exchange, self.engram = lockstep, exchange, engram
         self.agreed: Agreement | None = None  # of the newest step
         self.broken: ParallelError | None = None
         self.balancer = balancer
-        self._plans, self._pads = plans, pads
+        self._group, self._pads = group, pads
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
         """Whether the plans that this rank runs are its own."""
-        return self.context is None or self.context.rank == 0
+        return self._group is None or self._group.leads
 
     def join(self, notice: Notice) -> Agreement:
         """A dummy step: none of its rows is from here. Raises ParallelError or PeerError."""
@@ -76,19 +77,20 @@ class RankRunner(Runner):
         plan = self._shared_plan(None)
         if plan is None:
             return self._join(notice)
-        self._finish(self._step(plan))
+        try:
+            self._finish(self._step(plan))
+        except ParallelError:
+            raise
+        except Exception as error:
+            raise PeerError(f"a step of the leader has failed: {error}") from error  # who knows, and runs it again
         if self.agreed is None:
             raise ParallelError("a step was run that nobody agreed on")
         return self.agreed
 
     def _shared_plan(self, plan: StepPlan | None) -> StepPlan | None:
         """What the leader runs, on every rank of its context group; None = a dummy step."""
-        if self._plans is None or self._plans.size == 1:
-            return plan
         try:
-            data = b"" if plan is None else encode_plan(plan)
-            data = self._plans.broadcast_bytes(data, 0, "plan of a step")
-            return decode_plan(data) if data and not self.leads else plan
+            return plan if self._group is None else self._group.share_plan(plan)
         except ParallelError as error:
             self.broken = error
             raise
@@ -103,26 +105,41 @@ class RankRunner(Runner):
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> PendingResult:
+        try:
+            return self._step_together(plan)
+        except ParallelError as error:
+            self.broken = error
+            raise
+
+    def _step_together(self, plan: StepPlan) -> PendingResult:
         if self.leads:
             self._shared_plan(plan)
         agreed = self._begin(self._notice(plan))
         failure: Exception | None = None
         pending: PendingResult | None = None
+        if self._group is not None:
+            self._group.begin()
         try:
             pending = super()._step(replace(plan, padded_rows=agreed.most_rows) if self._pads else plan)
-        except ParallelError as error:
-            self.broken = error
+        except ParallelError:
             raise
         except Exception as error:
-            if self.context is not None:  # the others wait for cache records that will not come
-                self.broken = ParallelError(f"step {agreed.step} failed in a context group: {error}")
-                raise self.broken from error
-            failure = error
+            failure = error if self._group is None else self._group.fail(error)
         failure = self._serve_rest() or failure
+        if self._group is not None:
+            failure = self._group.conclude(failure, self.state)
         self._conclude(failure)
         if pending is None:
             raise ParallelError("a step has neither a result nor an error")
         return pending
+
+    def _run_layers(self, plan: StepPlan) -> tuple[ForwardRows | None, tuple[int, ...]]:
+        if self._group is not None:
+            self._group.enter()
+        found = super()._run_layers(plan)
+        if self._group is not None:
+            self._group.leave()
+        return found
 
     def _admit(self, admission: Admission) -> None:
         super()._admit(admission)

@@ -68,8 +68,7 @@ class RunnerStats:
 
 
 class Runner:
-    """Runs the plans of one engine on one device. `context`: the ranks that share its long prompts; all run its plans.
-    """
+    """Runs the plans of one engine on one device. `context`: ranks that share long prompts; all run the same plans."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Runner:
                 f"num_drafts is {config.num_drafts}; this checkpoint drafts at most "
                 f"{0 if params.draft is None else model_config.dspark_block_size}"
             )
-        self.config, self.model_config, self.context = config, model_config, context
+        self.config, self.model_config = config, model_config
         self.device, self.dtype = params.embed.device, params.embed.dtype
         backtrack = IN_FLIGHT_STEPS * (config.num_drafts + 1)
         self.layout = CacheLayout(
@@ -205,13 +204,14 @@ class Runner:
                 del self._admitted[release.slot]
         for admission in plan.admissions:
             self._admit(admission)
-        rows, rows_per_layer = self.forward.run(
-            plan, self._given_embeddings(plan), store_context=plan.stores_draft_context
-        )
+        rows, rows_per_layer = self._run_layers(plan)
         pending = self._sample(plan, rows, started_s)
         self.stats.steps += 1
         self.stats.rows_per_layer = [a + b for a, b in zip(self.stats.rows_per_layer, rows_per_layer, strict=True)]
         return pending
+
+    def _run_layers(self, plan: StepPlan) -> tuple[ForwardRows | None, tuple[int, ...]]:
+        return self.forward.run(plan, self._given_embeddings(plan), store_context=plan.stores_draft_context)
 
     def _finish(self, pending: PendingResult) -> StepResult:
         """Wait for a step's numbers. The device's errors surface here."""
@@ -284,7 +284,6 @@ class Runner:
         first = out.position[to_device(rows.segment_start[:-1].astype(np.int64), self.device)]
         anchor, anchor_position = self._hold(slot, first, sampled)
         proposals = self._propose(plan, rows, slot, slots, anchor, anchor_position)
-        self._take_from_leader(slot)
         return PendingResult.queue(plan, started_s, rows, first, sampled, proposals, prompt)
 
     def _hold(self, slot: Tensor, first: Tensor, sampled: SampledBatch) -> tuple[Tensor, Tensor]:
@@ -295,15 +294,6 @@ class Runner:
         self.state.held_tokens[slot, 0] = anchor
         self.state.held_position[slot] = anchor_position
         return anchor, anchor_position
-
-    def _take_from_leader(self, slot: Tensor) -> None:
-        """In a context group all ranks draw and draft alike, but what rank 0 holds is what counts."""
-        if self.context is None:
-            return
-        state = self.state
-        own = torch.cat([state.held_position[slot, None], state.held_tokens[slot]], 1)
-        held = self.context.all_gather(own, "held tokens")[0]
-        state.held_position[slot], state.held_tokens[slot] = held[:, 0], held[:, 1:]
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 

@@ -51,8 +51,7 @@ def test_a_field_of_the_request_reaches_the_sampler(tiny_llm: LLM, field: str, v
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"n": 2}, "n is 2; a chat has one answer"),
-        ({"sampling_params": SamplingParams(n=3)}, "n is 3; a chat has one answer"),
+        ({"n": 2_000}, "n"),
         ({"sampling_params": {"max_tokens": 3}}, "must be a SamplingParams"),
         ({"messages": None}, "messages is None"),
         ({"messages": "Hi"}, "messages is 'Hi'"),
@@ -66,4 +65,37 @@ def test_a_field_of_the_request_reaches_the_sampler(tiny_llm: LLM, field: str, v
 def test_what_cannot_be_done_is_refused(tiny_llm: LLM, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         tiny_llm.chat(**{"messages": MESSAGES} | arguments)
+    tiny_llm._engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_are_n_choices_and_each_is_that_of_its_seed(tiny_llm: LLM, stream: bool) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
+    answer = tiny_llm.chat(MESSAGES, params, thinking=False, n=3)
+    assert [choice["index"] for choice in answer.response["choices"]] == [0, 1, 2]
+    contents = [message["content"] for message in answer.messages]
+    assert len(set(contents)) > 1
+    assert contents[0] == answer.content
+    completion_tokens = 0
+    for i, one in enumerate(answer.output.outputs):
+        alone = tiny_llm.chat(MESSAGES, SamplingParams(temperature=1.0, seed=one.seed, max_tokens=24), thinking=False)
+        assert alone.content == contents[i]
+        completion_tokens += alone.response["usage"]["completion_tokens"]
+    assert answer.response["usage"]["completion_tokens"] == completion_tokens
+    if stream:
+        texts = ["", "", ""]
+        for event in tiny_llm.chat_stream(MESSAGES, params, thinking=False, n=3):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+        assert texts == contents
+    tiny_llm._engine.scheduler.check_idle()
+
+
+def test_a_stop_string_ends_the_choice_that_has_it_and_no_other(tiny_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
+    free = [message["content"] for message in tiny_llm.chat(MESSAGES, params, thinking=False, n=3).messages]
+    stop = next(word for word in free[0].split() if not any(word in other for other in free[1:]))
+    cut = [message["content"] for message in tiny_llm.chat(MESSAGES, params, thinking=False, n=3, stop=[stop]).messages]
+    assert cut[0] == free[0][: free[0].index(stop)]
+    assert cut[1:] == free[1:]
     tiny_llm._engine.scheduler.check_idle()

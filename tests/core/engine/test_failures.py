@@ -15,6 +15,7 @@ import pytest
 from deepinfer_core import LLM, Chunk, Engine, SamplingParams, StructuredOutput
 from deepinfer_core.errors import CapacityError, DeepInferError, GrammarError
 from deepinfer_core.outputs import RequestOutput
+from deepinfer_core.requests import PreparedRequest
 from tests.core.engine.test_engine import MODEL, SETTINGS, read
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 40, 150, 290)]
@@ -169,3 +170,32 @@ def test_a_device_that_is_gone_ends_every_stream_with_the_reason(monkeypatch: py
         engine._engine.scheduler.check_idle()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_an_output_that_cannot_be_handed_out_ends_its_request_alone(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Text and chunks are made behind the commit, where an error once ended the engine."""
+    make = PreparedRequest.add
+    victim: list[PreparedRequest] = []
+    calls = [0]
+
+    def add(self: PreparedRequest, *args: Any) -> None:
+        if len(self.token_ids) == len(PROMPTS[1]):
+            calls[0] += 1
+            if calls[0] > n:
+                victim.append(self)
+                raise RuntimeError(REASON)
+        make(self, *args)
+
+    monkeypatch.setattr(PreparedRequest, "add", add)
+    outputs = ask(llm)
+    assert len(victim) == 1
+    failed = outputs[1].outputs[0]
+    assert failed.finish_reason == "error"
+    assert REASON in str(failed.error)
+    assert failed.token_ids == expected[1][: len(failed.token_ids)]
+    assert [tokens for i, tokens in enumerate(tokens_of(outputs)) if i != 1] == expected[:1] + expected[2:]
+    monkeypatch.undo()
+    assert tokens_of(ask(llm)) == expected

@@ -64,7 +64,7 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """One answer of the assistant. `response` is the whole Chat Completions response."""
+    """An answer of the assistant; with n > 1 the first of them. `response` is the whole Chat Completions response."""
 
     response: dict[str, Any]
     output: RequestOutput
@@ -73,6 +73,11 @@ class ChatOutput:
     def message(self) -> dict[str, Any]:
         """The assistant's message: content, reasoning_content, tool_calls; can be appended to the conversation."""
         return self.response["choices"][0]["message"]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The message of each of n answers."""
+        return [choice["message"] for choice in self.response["choices"]]
 
     @property
     def content(self) -> str:
@@ -101,7 +106,7 @@ class ChatPrompt:
 
     token_ids: list[int]
     params: SamplingParams
-    processor: Any  # deepseek_recipe.StreamProcessor
+    processors: tuple[Any, ...]  # a deepseek_recipe.StreamProcessor for each of n choices
     response: Any  # deepseek_recipe.ChatCompletionResponse
 
 
@@ -147,21 +152,31 @@ class ChatCodec:
         sampling = self._params(converted, len(token_ids), given, grammar)
         if "logit_bias" in body:  # the codec has no such field
             sampling = replace(sampling, logit_bias=body["logit_bias"])
-        generator = recipe.ChatCompletionRequest.chunk_generator(converted, identity, MODEL_NAME)
-        generator = generator.with_call_ids(_call_ids(token_ids, number if sampling.seed is None else sampling.seed))
+        seed = number if sampling.seed is None else sampling.seed
+
+        def processor(choice: int) -> Any:
+            generator = recipe.ChatCompletionRequest.chunk_generator(
+                converted, identity, MODEL_NAME, choice_index=choice
+            )
+            generator = generator.with_call_ids(_call_ids(token_ids, seed, choice))
+            return recipe.StreamProcessor(generator, converted.parsing_options, self._tokenizer)
+
         return ChatPrompt(
             token_ids,
             sampling,
-            recipe.StreamProcessor(generator, converted.parsing_options, self._tokenizer),
+            tuple(processor(choice) for choice in range(sampling.n)),
             recipe.ChatCompletionResponse(identity, MODEL_NAME, 0, 0, 0),
         )
 
     def events(self, prompt: ChatPrompt, chunks: Iterable[Chunk]) -> Generator[Any]:
         """Chat Completions chunks, as the engine's chunks come."""
         for chunk in chunks:
-            yield from prompt.processor.push(self.to_inference_chunk(chunk))
-            if prompt.processor.finished:  # a stop sequence ended the answer before the engine did
-                return
+            concerned = prompt.processors if chunk.kind == "ready" else (prompt.processors[chunk.index],)
+            for processor in concerned:
+                if not processor.finished:
+                    yield from processor.push(self.to_inference_chunk(chunk))
+            if all(processor.finished for processor in prompt.processors):
+                return  # stop sequences ended the answers before the engine did
 
     def collect(self, prompt: ChatPrompt, chunks: Iterable[Chunk], output: RequestOutput) -> ChatOutput:
         """The whole response; `output` is complete when `chunks` has ended."""
@@ -203,8 +218,6 @@ class ChatCodec:
             )
             if (value := getattr(options, name)) is not None
         }
-        if changes.get("n", params.n) != 1:
-            raise RequestError(f"n is {changes.get('n', params.n)}; a chat has one answer, ask again with another seed")
         if options.logprobs:
             changes["logprobs"] = options.top_logprobs or 0
         if params.max_tokens is None or options.max_tokens is not None:
@@ -245,9 +258,10 @@ def _grammar_of(constraint: Any, tokenizer: Any) -> StructuredOutput | None:
     return StructuredOutput(**{field: grammar.text}, after=after)
 
 
-def _call_ids(token_ids: list[int], seed: int) -> Callable[[int], str]:
-    """Ids of tool calls: the same conversation and seed give the same ones, a conversation that grew gives others."""
-    root = blake2b(np.array([seed % 2**63, *token_ids], np.int64).tobytes(), digest_size=16).digest()
+def _call_ids(token_ids: list[int], seed: int, choice: int) -> Callable[[int], str]:
+    """Ids of tool calls: the same conversation, seed and choice give the same ones, a conversation that grew others."""
+    own = [seed % 2**63, *token_ids, *([-choice] if choice else [])]
+    root = blake2b(np.array(own, np.int64).tobytes(), digest_size=16).digest()
     return lambda index: blake2b(index.to_bytes(8, "little"), key=root, digest_size=12).hexdigest()
 
 

@@ -8,8 +8,9 @@ AnswerBook.distribute(step outputs)                            tokens, logprobs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from deepinfer_core.outputs import Answer, Chunk, ChunkText, RequestOutput, logp
 from deepinfer_core.runtime.running import RequestQueue, RunningEngine
 from deepinfer_core.sampling import fork_seed, request_seed
 from deepinfer_core.scheduling.plan import TokenLogprobs
-from deepinfer_core.scheduling.request import Finished, StepOutputs, TokenWatcher
+from deepinfer_core.scheduling.request import Finished, FinishReason, StepOutputs, TokenWatcher
 from deepinfer_core.structured import CompiledGrammar, GrammarCompiler, GrammarConstraint, WatcherChain
 from deepinfer_core.text import Tokenizer
 
@@ -122,6 +123,16 @@ class PreparedRequest:
             self.output.prompt_logprobs += [logprob_table(entry, self._tokenizer) for entry in last]
         if self.sink is not None:
             self._tell_end(self.sink, answer, end)
+
+    def fail(self, answer: Answer, number: int, reason: str) -> None:
+        """One answer is over because its output could not be made or handed out."""
+        count = len(answer.output.token_ids)
+        with suppress(Exception):  # the reason stands before the text, which may be what failed
+            answer.finish(Finished(number, FinishReason.ERROR, len(self.token_ids), count, error=reason))
+        if self.sink is not None:
+            request_id, index = self.output.request_id, answer.output.index
+            with suppress(Exception):  # the sink may be what failed
+                self.sink(Chunk("finish", request_id, index, finish_reason="error", error=reason, output_tokens=count))
 
     def _tell_end(self, sink: ChunkSink, answer: Answer, end: Finished) -> None:
         request_id, index = self.output.request_id, answer.output.index
@@ -243,29 +254,45 @@ class AnswerBook:
 
     def distribute(self, outputs: StepOutputs) -> list[PreparedRequest]:
         """Hand the results of a step to their answers; the requests that are complete now."""
+        complete: list[PreparedRequest] = []
         for index, (number, tokens) in enumerate(outputs):
             entry = self._open.get(number)
             if entry is not None:
                 request, answer = entry
-                request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
-                request.add(answer, tokens, outputs.logprobs.get(index, ()))
+                with self._failing_alone(request, complete):
+                    request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
+                    request.add(answer, tokens, outputs.logprobs.get(index, ()))
         for number, entries in outputs.prompt_logprobs.items():
             if number in self._open:
                 request, answer = self._open[number]
                 request.add_prompt_logprobs(answer, entries)
-        complete: list[PreparedRequest] = []
         for end in outputs.finished:
-            entry = self._open.pop(end.number, None)
+            entry = self._open.get(end.number)
             if entry is not None:
                 request, answer = entry
-                request.ready(end.hit_tokens, self._fingerprint)
-                request.finish(answer, end)
-                if request.output.finished:
-                    complete.append(request)
+                with self._failing_alone(request, complete):
+                    request.ready(end.hit_tokens, self._fingerprint)
+                    request.finish(answer, end)
+                    del self._open[end.number]
+                    if request.output.finished:
+                        complete.append(request)
         if complete and not self._has_warned and self._scheduler.drafter_has_collapsed:
             self._has_warned = True
             _log.warning("%s", _COLLAPSED)
         return complete
+
+    @contextmanager
+    def _failing_alone(self, request: PreparedRequest, complete: list[PreparedRequest]) -> Generator[None]:
+        """What goes wrong with the text or the chunks of one request ends that request: others are in the same step."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"the output could not be handed out: {type(error).__name__}: {error}"
+            for number in self.open_numbers(request):
+                self._scheduler.abort(number)
+                _, answer = self._open.pop(number)
+                request.fail(answer, number, reason)
+            complete.append(request)
 
     def all_numbers(self) -> list[int]:
         """Numbers of all answers that still run."""

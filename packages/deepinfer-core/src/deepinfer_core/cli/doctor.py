@@ -204,7 +204,8 @@ def _model(model: str | None) -> Iterator[Finding]:
     if model is None and read_text("DEEPINFER_HF_MODEL_DIR") is None and choice.name != "cpu":
         yield Finding("model", "note", "none is named; the released weights would be fetched", "name one with --model")
         return
-    folder = resolve_model(model, accelerator=choice.name)
+    # Of a model on the hub what is small; its shards are fetched when it runs.
+    folder = resolve_model(model, accelerator=choice.name, weights=False)
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_path(folder, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
     checkpoint = open_checkpoint(folder, config)

@@ -26,6 +26,29 @@ _UNSET = object()
 _NO_FLAG = ("structured", "detokenize", "logprobs_mode")
 
 
+_MEANINGS = {
+    "n": "answers to the prompt",
+    "temperature": "0 takes the most likely token",
+    "top_p": "draw from the most likely tokens that together have this probability",
+    "top_k": "draw from so many most likely tokens, 0 = from all",
+    "min_p": "draw from tokens at least this times as likely as the most likely one",
+    "repetition_penalty": "above 1, tokens of prompt and answer become less likely",
+    "presence_penalty": "taken from the logits of tokens that the answer has",
+    "frequency_penalty": "the same for each time that it has them",
+    "logit_bias": 'added to logits, as JSON: {"token id": number}',
+    "seed": "of the draws; without one the engine's seed and the request's number decide",
+    "max_tokens": "most tokens of an answer",
+    "min_tokens": "no end before so many",
+    "stop": "ends the answer and is cut off; may be given several times",
+    "stop_token_ids": "ends the answer; may be given several times",
+    "ignore_eos": "go on behind the end token",
+    "include_stop_str_in_output": "keep the stop text",
+    "logprobs": "report the log-probability of each token and of so many most likely ones",
+    "prompt_logprobs": "the same for the prompt",
+    "skip_special_tokens": "leave special tokens out of the text",
+}
+
+
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting; a flag that is not given leaves the environment or the default in force."""
     _end_usage(parser, "[settings]")
@@ -53,7 +76,7 @@ def settings_from(args: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each sampling parameter that a command line can say."""
     _end_usage(parser, "[sampling]")
-    group = parser.add_argument_group("sampling, with defaults; the docstring of SamplingParams explains each")
+    group = parser.add_argument_group("sampling, with defaults")
     hints = typing.get_type_hints(SamplingParams)
     for spec in dataclasses.fields(SamplingParams):
         if spec.name in _NO_FLAG:
@@ -63,7 +86,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             value = {"action": "append", "metavar": "TEXT" if spec.name == "stop" else "ID"}
         group.add_argument(
             _flag(spec.name), dest=f"sampling_{spec.name}", default=_UNSET if "action" not in value else None, **value,
-            help=_shown(spec.default),
+            help=_MEANINGS[spec.name] + _shown(spec.default),
         )  # fmt: skip
 
 

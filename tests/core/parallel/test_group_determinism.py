@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,6 +58,13 @@ GROUPS: dict[str, dict[str, Any]] = {
         "expert_parallel_size": 4,
         "engram_parallel_size": 2,
     },
+    "experts on the move": {
+        "data_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "num_extra_experts": 2,
+        "expert_rearrangement_interval": 8,
+        "expert_count_window": 6,
+    },
     "replicas of all": {"data_parallel_size": 2, "draft_schedule": "scheduled"},
 }
 
@@ -85,6 +93,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[FrontEnd, ThreadRank
         for rank, engine in made[1].engines.items():
             if rank in made[0].scheduler._leaders:
                 engine.scheduler.check_idle()
+        if request.param == "experts on the move":
+            counters: Any = made[0].statistics()
+            assert counters["rank_0"]["expert_layers_changed"] >= 1
 
 
 def play(engine: FrontEnd, oracle: Oracle, traffic: Sequence[Traffic]) -> list[list[CompletionOutput]]:
@@ -92,7 +103,9 @@ def play(engine: FrontEnd, oracle: Oracle, traffic: Sequence[Traffic]) -> list[l
     book = AnswerBook(engine.scheduler, engine.fingerprint)
     requests = [oracle.prepare(one.job) for one in traffic]
     waiting, now = set(range(len(traffic))), 0
+    deadline = time.monotonic() + 180
     while waiting or book.all_numbers():
+        assert time.monotonic() < deadline, "the group hangs"
         for i in sorted(waiting):
             if traffic[i].arrives <= now or not book.all_numbers():
                 book.submit(requests[i], priority=traffic[i].priority)
@@ -142,7 +155,7 @@ traffics = st.lists(
 
 @settings(
     deadline=None,
-    max_examples=3,
+    max_examples=2,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
@@ -156,7 +169,7 @@ def test_answers_do_not_depend_on_how_many_ranks_share_the_work(
 @pytest.mark.slow
 def test_the_reference_kernels_keep_the_promise_too(reference_oracle: Oracle) -> None:
     with front_end(MODEL, **COMMON | GROUPS["2 ranks"] | {"cpu_kernels": "reference"}) as (engine, _):
-        check(engine, reference_oracle, crowd(2, 5))
+        check(engine, reference_oracle, crowd(2, 3))
 
 
 def crowd(seed: int, count: int) -> list[Traffic]:

@@ -10,6 +10,7 @@ this rank nor the others wait for it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -48,6 +49,7 @@ from deepinfer_core.structured import CompiledGrammar, GrammarCompiler, GrammarC
 __all__ = ["RankEngine"]
 
 _PAUSE_S = 5.0  # between looks whether the front end is still there
+_EMPTY_STEP_S = 0.001  # after a step in which no rank had a row
 
 
 class RankEngine:
@@ -86,7 +88,8 @@ class RankEngine:
             step = self._step if self._together is None or self._together.leads else self._follow
             while not self._has_ended:
                 self._obey()
-                step()
+                if not self._is_paused:
+                    step()
         finally:
             self._grammars.close()
 
@@ -206,6 +209,8 @@ class RankEngine:
         with suppress(PeerError):  # the requests, if any, are another rank's to run again
             agreed = step()
             self._is_paused, self._has_ended = agreed.pauses, agreed.closes
+            if not agreed.most_rows and not agreed.pauses:  # somebody waits for a grammar, or for commands to arrive
+                time.sleep(_EMPTY_STEP_S)
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 

@@ -59,3 +59,23 @@ def test_host_memory_is_read_by_the_gpu_in_place() -> None:
     stored[5] += 1  # not a copy
     torch.cuda.synchronize()
     assert torch.equal(seen[5].cpu(), stored[5])
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "experts"), [(1, 1, 1), (7, 3, 16), (300, 2, 4), (5, 5, 384), (1500, 6, 600)]
+)
+def test_every_pair_stands_in_one_slot_of_a_tile_of_its_expert(rows: int, choices: int, experts: int) -> None:
+    from deepinfer_kernels_nvidia.ops.experts import TILE, plan_experts  # imports TileLang
+
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, experts, generator=generator).argsort(1)[:, :choices].sort(1).values
+    tiles = plan_experts(ids.cuda(), experts)
+    slots = tiles.slot_pair.cpu().view(-1, TILE)
+    assert len(slots) == len(tiles.tile_expert)
+    filled = slots[slots >= 0]
+    assert sorted(filled.tolist()) == list(range(rows * choices))
+    for expert, pairs in zip(tiles.tile_expert.tolist(), slots, strict=True):
+        inside = pairs[pairs >= 0].tolist()
+        assert inside == sorted(inside)
+        assert all(ids.flatten()[pair] == expert for pair in inside)
+        assert bool(inside) == (expert >= 0)

@@ -215,23 +215,6 @@ def test_padding_for_the_copy_engine_does_not_change_a_product(package: SimpleNa
     assert (same_x.shape, same_w.shape) == ((2, 16), (16, 8))
 
 
-@pytest.mark.parametrize(("rows", "choices", "experts"), [(1, 1, 1), (7, 3, 16), (300, 2, 4), (130, 1, 1), (5, 5, 384)])
-def test_every_pair_stands_in_one_slot_of_a_tile_of_its_expert(
-    package: SimpleNamespace, rows: int, choices: int, experts: int
-) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    ids = torch.rand(rows, experts, generator=generator).argsort(1)[:, :choices].sort(1).values
-    tiles = package.experts.plan_experts(ids, experts)
-    slots = tiles.slot_pair.view(-1, package.experts.TILE)
-    assert len(slots) == len(tiles.tile_expert)
-    filled = slots[slots >= 0]
-    assert sorted(filled.tolist()) == list(range(rows * choices))
-    for expert, pairs in zip(tiles.tile_expert.tolist(), slots, strict=True):
-        inside = pairs[pairs >= 0].tolist()
-        assert all(ids.flatten()[pair] == expert for pair in inside)
-        assert bool(inside) == (expert >= 0)
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 

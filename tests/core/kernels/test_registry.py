@@ -25,6 +25,7 @@ class FakeProvider:
     refuses: str | None = None
     cache_form: Literal["plain", "packed"] = "plain"
     row_invariant_ops: frozenset[str] = frozenset()
+    coded_ops: frozenset[str] = frozenset()
 
     def probe(self) -> Capability | Unavailable:
         return Capability("cpu", "fake", "runs anywhere")

@@ -32,6 +32,7 @@ class AscendProvider:
     name: str = "ascend"
     cache_form: Literal["plain", "packed"] = "plain"
     row_invariant_ops: frozenset[str] = frozenset()
+    coded_ops: frozenset[str] = frozenset()
 
     def __init__(self, device_folder: Path = _DEVICE_FOLDER) -> None:
         self._device_folder = device_folder

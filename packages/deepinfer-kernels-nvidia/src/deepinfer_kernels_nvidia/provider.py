@@ -15,7 +15,7 @@ import torch
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
-from deepinfer_core.kernels.contract import Capability, Unavailable
+from deepinfer_core.kernels.contract import CODED_OPS, Capability, Unavailable
 from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu, ask_driver
 from deepinfer_kernels_nvidia.toolchain import nvcc_problem
@@ -30,6 +30,7 @@ class NvidiaProvider:
     name: str = "nvidia"
     cache_form: Literal["plain", "packed"] = "packed"
     row_invariant_ops: frozenset[str] = OFFERED  # every kernel walks a row in one fixed order; conformance checks it
+    coded_ops: frozenset[str] = CODED_OPS
 
     def probe(self) -> Capability | Unavailable:
         """Say what can run here, or the first thing that is missing. Imports no TileLang and makes no CUDA context."""

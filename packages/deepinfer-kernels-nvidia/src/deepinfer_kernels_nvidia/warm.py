@@ -15,6 +15,7 @@ from deepinfer_core.config.model import ModelConfig
 from deepinfer_kernels_nvidia.coverage import reason_against
 from deepinfer_kernels_nvidia.jit import PROGRAMS
 from deepinfer_kernels_nvidia.ops import TABLE
+from deepinfer_kernels_nvidia.ops.experts import TILE
 from deepinfer_kernels_nvidia.ops.linear_float32 import num_parts
 
 __all__ = ["variants", "warm"]
@@ -24,9 +25,12 @@ _BLOCK_TOKENS = 128
 _ROW_UNIT = 8  # products pad their widths to this
 
 
-def variants(config: ModelConfig, local_experts: int | None = None) -> list[Variant]:
-    """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes."""
+def variants(config: ModelConfig, local_experts: int | None = None, *, coded: bool = False) -> list[Variant]:
+    """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes. `coded`:
+    those of products with coded weights, too.
+    """
     by_op = [
+        *(_coded(config, local_experts) if coded else ()),
         *_rows(config),
         *_caches(config),
         *_attention(config),
@@ -144,11 +148,32 @@ def _experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, V
         yield "route", ("matmul_parts", (inner, columns, "bfloat16", "float32", False))
         for bias_by_row in (False, True):
             yield "route", ("select_experts", (num_parts(inner, columns), total, columns, chosen, bias_by_row))
+        yield "plan_experts", ("first_tiles", (local, TILE))
+        yield "plan_experts", ("place_pairs", (local, TILE))
         yield "run_experts", ("gather_tiles", (dim, chosen))
         yield "run_experts", ("gated", (local, dim, width, True))
         yield "run_experts", ("down", (local, width, dim))
         yield "combine_experts", ("combine_experts", (chosen, dim, "bfloat16"))
+    yield "plan_experts", ("rank_pairs", ())
     yield "shared_expert", ("gated", (1, dim, width, False))
+
+
+def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
+    dim, width, low = c.hidden_size, c.moe_intermediate_size, c.o_groups * c.o_lora_rank
+    for inner in (dim, width, low, c.q_lora_rank):
+        yield "linear", ("code_rows", (inner,))
+    heads, index_heads = c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim
+    for inner, outer in ((c.q_lora_rank, heads), (c.q_lora_rank, index_heads), (low, dim), (width, dim)):
+        yield "linear", ("matmul_coded", (inner, outer))
+    for total, chosen in (
+        (c.n_routed_experts, c.num_experts_per_tok),
+        (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
+    ):
+        local = total if local_experts is None else min(local_experts, total)
+        yield "run_experts", ("gather_coded", (dim, chosen))
+        yield "run_experts", ("gated_coded", (local, dim, width, True))
+        yield "run_experts", ("down_coded", (local, width, dim))
+    yield "shared_expert", ("gated_coded", (1, dim, width, False))
 
 
 def _padded(width: int) -> int:

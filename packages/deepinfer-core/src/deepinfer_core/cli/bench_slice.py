@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.cli.console import console, table_of
+from deepinfer_core.cli.options import settings_from
 from deepinfer_core.config.checks import check_integer, check_number, shown
 from deepinfer_core.errors import CapacityError, ConfigError
 
@@ -70,12 +71,13 @@ def run_slice(args: argparse.Namespace) -> int:
     prompts = _numbers("--prefill", args.prefill) if args.prefill else []
     chunk = check_integer("--chunk", args.chunk, 128, _MOST, ConfigError)
     sets = None if args.expert_sets is None else check_integer("--expert-sets", args.expert_sets, 1, 64, ConfigError)
+    float8 = bool(settings_from(args).get("float8_products", False))
     from deepinfer_core.runtime.rank_slice import SliceSize
 
     if prompts:
-        size = SliceSize(ranks, 1, max(*prompts, 256), drafts, chunk, sets)
+        size = SliceSize(ranks, 1, max(*prompts, 256), drafts, chunk, sets, float8)
     else:
-        size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets)
+        size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets, float8)
     found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps)
     if args.output is not None:
         Path(args.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

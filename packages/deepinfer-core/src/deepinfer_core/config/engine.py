@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -83,6 +84,7 @@ class EngineConfig:
     batch_invariant: Annotated[bool, "refuse to start with an operation that does not promise batch invariance"] = False
     logprobs_mode: Annotated[LogprobsMode, "of the model's logits, or after penalties, temperature and filters"] = "raw"
     enforce_eager: Annotated[bool, "no captured graphs"] = False
+    float8_products: Annotated[bool, "products with FP8 or FP4 weights round their rows to FP8"] = False
     cpu_kernels: Annotated[CpuKernels, "auto = compiled C kernels where a compiler is, native = always"] = "auto"
     jit_cache_dir: Annotated[str | None, "where compiled kernels are kept; None = the user's cache folder"] = None
     engram_storage: Annotated[EngramStorage, "where Engram tables live"] = "memory"
@@ -103,7 +105,7 @@ class EngineConfig:
         if self.seed is not None:
             seed = check_integer("seed", self.seed, -(2**63), 2**64 - 1, ConfigError)
             object.__setattr__(self, "seed", seed % 2**64)
-        for name in ("deterministic", "batch_invariant", "enforce_eager", "quiet"):
+        for name in ("deterministic", "batch_invariant", "enforce_eager", "float8_products", "quiet"):
             check_flag(name, getattr(self, name), ConfigError)
         check_choice("logprobs_mode", self.logprobs_mode, typing.get_args(LogprobsMode), ConfigError)
         check_choice("cpu_kernels", self.cpu_kernels, typing.get_args(CpuKernels), ConfigError)
@@ -259,9 +261,15 @@ def resolve_settings(settings: Mapping[str, Any], variables: Mapping[str, str] |
             values[name], sources[name] = value, variable
         elif arguments[name] != value:
             notes.append(f"{variable} asks for {name} {text!r}; the argument {shown(arguments[name])} is used")
-    return ResolvedSettings(
-        _build(values), {name: sources.get(name, "default") for name in all_settings()}, tuple(notes)
-    )
+    try:
+        config = _build(values)
+    except ConfigError as error:
+        about = re.match(r"\w+", str(error))  # the setting that the message begins with
+        source = sources.get(about[0] if about else "", "argument")
+        if source == "argument":
+            raise
+        raise ConfigError(f"{error} (it comes from {source})") from error
+    return ResolvedSettings(config, {name: sources.get(name, "default") for name in all_settings()}, tuple(notes))
 
 
 # Switches of the original whose setting here is a choice: what 0 and 1 stand for.

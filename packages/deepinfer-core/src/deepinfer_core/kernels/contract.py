@@ -17,14 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
 
-__all__ = ["OPS", "Capability", "KernelProvider", "Kernels", "OpContract", "Unavailable"]
+if TYPE_CHECKING:
+    from deepinfer_core.kernels.reference.coded import Weight
+
+__all__ = ["CODED_OPS", "OPS", "Capability", "KernelProvider", "Kernels", "OpContract", "Unavailable"]
 
 type PlanHandle = Any  # private to a provider
 
@@ -34,7 +37,7 @@ class Kernels:
     """The functions that the model runs on. Signatures are those of the reference functions of the same name."""
 
     # products
-    linear: Callable[[Tensor, Tensor], Tensor]  # x [R, K], w [K, N] -> [R, N]
+    linear: Callable[[Tensor, Weight], Tensor]  # x [R, K], w [K, N] -> [R, N]
     grouped_linear: Callable[[Tensor, Tensor], Tensor]  # x [R, G, K], w [G, K, N] -> [R, G, N]
     head_logits: Callable[[Tensor, Tensor], Tensor]  # x [R, D], head [D, V] -> float32 [R, V], not rounded on the way
     # norms and rope
@@ -68,7 +71,7 @@ class Kernels:
     route: Callable[..., tuple[Tensor, Tensor]]  # x, gate, bias, k, scale -> ids ascending, weights
     plan_experts: Callable[[Tensor, int], PlanHandle]  # local ids [R, k], number of local experts
     run_experts: Callable[..., Tensor]  # x, weights, plan, w13, w2, limit -> [R, k, D]
-    shared_expert: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    shared_expert: Callable[[Tensor, Weight, Weight, float], Tensor]
     combine_experts: Callable[[Tensor, Tensor], Tensor]  # pairs [R, k, D], shared [R, D] -> [R, D]
     # engram, dspark
     engram_rows: Callable[..., Tensor]
@@ -143,6 +146,10 @@ OPS: Mapping[str, OpContract] = {
 }
 
 
+# Operations whose weights may be coded (reference/coded.py): an engine with float8_products gives them such weights.
+CODED_OPS = frozenset(("linear", "run_experts", "shared_expert"))
+
+
 # ---- providers ------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +176,7 @@ class KernelProvider(Protocol):
     name: str
     cache_form: Literal["plain", "packed"]
     row_invariant_ops: frozenset[str]  # of its operations: those that keep `OpContract.row_invariant`
+    coded_ops: frozenset[str]  # of `CODED_OPS`: those that take coded weights
 
     def probe(self) -> Capability | Unavailable:
         """Cheap and without side effects: imports neither tilelang nor torch_npu, makes no CUDA context."""

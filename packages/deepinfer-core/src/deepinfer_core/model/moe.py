@@ -44,7 +44,7 @@ def serve_experts(
     params: MoeParams, exchange: ExpertExchange, layer: int, config: ModelConfig, kernels: Kernels
 ) -> None:
     """Take part in the exchange of a layer without rows of one's own: run the local experts on those of others."""
-    x = params.w13.new_empty(0, params.w13.shape[1])
+    x = torch.empty(0, params.w13.shape[1], dtype=params.w13.dtype, device=params.gate.device)
     ids = torch.empty(0, params.num_chosen, dtype=torch.int64, device=x.device)
     weights = torch.empty(0, params.num_chosen, dtype=torch.float32, device=x.device)
     nobody = RowOrigin(ids[:, 0], ids[:, 0])

@@ -20,6 +20,7 @@ from deepinfer_core.checkpoint.weights import (
     MoeWeights,
 )
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.reference.coded import Weight, code_columns
 from deepinfer_core.kernels.reference.norm_rope import rope_frequencies
 
 __all__ = [
@@ -51,10 +52,10 @@ class AttentionParams:
     input_widths: tuple[int, ...]
     q_norm: Tensor
     kv_norm: Tensor
-    query_proj: Tensor  # [q_lora, H * hd]
-    index_query_proj: Tensor | None  # [q_lora, Hi * Di]
+    query_proj: Weight  # [q_lora, H * hd]
+    index_query_proj: Weight | None  # [q_lora, Hi * Di]
     wo_a: Tensor  # [G, H / G * hd, o_lora]
-    wo_b: Tensor  # [G * o_lora, D]
+    wo_b: Weight  # [G * o_lora, D]
     sink: Tensor  # [H] float32
     compressor_proj: Tensor | None  # [D, hd] or [D, 2 hd]: wkv (| wgate)
     compressor_norm: Tensor | None
@@ -69,10 +70,10 @@ class MoeParams:
     gate: Tensor  # [D, E] float32
     bias: Tensor  # [E]
     bias_vl: Tensor  # [E]
-    w13: Tensor  # [E_local, D, 2 I]
-    w2: Tensor  # [E_local, I, D]
-    shared_w13: Tensor  # [D, 2 I]
-    shared_w2: Tensor  # [I, D]
+    w13: Weight  # [E_local, D, 2 I]
+    w2: Weight  # [E_local, I, D]
+    shared_w13: Weight  # [D, 2 I]
+    shared_w2: Weight  # [I, D]
     num_chosen: int
 
 
@@ -134,16 +135,19 @@ class ModelParams:
         return {index: layer.engram.table for index, layer in enumerate(self.layers) if layer.engram is not None}
 
 
-def build_params(weights: ModelWeights, config: ModelConfig) -> ModelParams:
-    """Transposes and joins; the numbers stay what they are."""
+def build_params(weights: ModelWeights, config: ModelConfig, *, coded: bool = False) -> ModelParams:
+    """Transposes and joins; the numbers stay what they are.
+
+    `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py).
+    """
     rotary = config.qk_rope_head_dim
     device = weights.embed.device
     return ModelParams(
         embed=weights.embed,
         head=_kn(weights.head.to(weights.embed.dtype)),
         norm=weights.norm.float(),
-        layers=tuple(_layer(layer, config.num_experts_per_tok) for layer in weights.layers),
-        draft=None if weights.draft is None else _draft(weights.draft, config),
+        layers=tuple(_layer(layer, config.num_experts_per_tok, coded) for layer in weights.layers),
+        draft=None if weights.draft is None else _draft(weights.draft, config, coded),
         token_classes=weights.token_classes,
         pad_class=int(weights.token_classes[config.engram_pad_token_id]),
         frequencies=rope_frequencies(rotary, config.rope_theta, None).float().to(device),
@@ -155,14 +159,19 @@ def _kn(weight: Tensor) -> Tensor:
     return weight.transpose(-1, -2).contiguous()
 
 
-def _layer(w: LayerWeights, num_chosen: int) -> LayerParams:
+def _product(weight: Tensor, coded: bool) -> Weight:
+    """weight [.., N, K] -> [.., K, N]."""
+    return code_columns(weight.transpose(-1, -2)) if coded else _kn(weight)
+
+
+def _layer(w: LayerWeights, num_chosen: int, coded: bool) -> LayerParams:
     return LayerParams(
         attn_norm=w.attn_norm.float(),
         ffn_norm=w.ffn_norm.float(),
         hc_attn=_hyper(w.hc_attn),
         hc_ffn=_hyper(w.hc_ffn),
-        attn=_attention(w.attn),
-        ffn=_moe(w.ffn, num_chosen),
+        attn=_attention(w.attn, coded),
+        ffn=_moe(w.ffn, num_chosen, coded),
         engram=None if w.engram is None else _engram(w.engram),
     )
 
@@ -174,7 +183,7 @@ def _hyper(w: HyperWeights) -> HyperParams:
     return HyperParams(_kn(w.fn), w.base, torch.repeat_interleave(w.scale, widths))
 
 
-def _attention(w: AttentionWeights) -> AttentionParams:
+def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
     parts = [w.wq_a, w.wkv] + ([] if w.indexer is None else [w.indexer.weights_proj])
     compressor = None
     if w.compressor is not None:
@@ -187,10 +196,10 @@ def _attention(w: AttentionWeights) -> AttentionParams:
         input_widths=tuple(part.shape[0] for part in parts),
         q_norm=w.q_norm.float(),
         kv_norm=w.kv_norm.float(),
-        query_proj=_kn(w.wq_b),
-        index_query_proj=None if w.indexer is None else _kn(w.indexer.wq_b),
+        query_proj=_product(w.wq_b, coded),
+        index_query_proj=None if w.indexer is None else _product(w.indexer.wq_b, coded),
         wo_a=_kn(w.wo_a),
-        wo_b=_kn(w.wo_b),
+        wo_b=_product(w.wo_b, coded),
         sink=w.sink,
         compressor_proj=compressor,
         compressor_norm=None if w.compressor is None else w.compressor.norm.float(),
@@ -199,15 +208,15 @@ def _attention(w: AttentionWeights) -> AttentionParams:
     )
 
 
-def _moe(w: MoeWeights, num_chosen: int) -> MoeParams:
+def _moe(w: MoeWeights, num_chosen: int, coded: bool) -> MoeParams:
     return MoeParams(
         gate=_kn(w.gate.float()),
         bias=w.bias,
         bias_vl=w.bias_vl,
-        w13=_kn(torch.cat([w.w1, w.w3], 1)),
-        w2=_kn(w.w2),
-        shared_w13=_kn(torch.cat([w.shared_w1, w.shared_w3])),
-        shared_w2=_kn(w.shared_w2),
+        w13=_product(torch.cat([w.w1, w.w3], 1), coded),
+        w2=_product(w.w2, coded),
+        shared_w13=_product(torch.cat([w.shared_w1, w.shared_w3]), coded),
+        shared_w2=_product(w.shared_w2, coded),
         num_chosen=num_chosen,
     )
 
@@ -224,11 +233,11 @@ def _engram(w: EngramWeights) -> EngramParams:
     )
 
 
-def _draft(w: DraftWeights, config: ModelConfig) -> DraftParams:
+def _draft(w: DraftWeights, config: ModelConfig, coded: bool) -> DraftParams:
     return DraftParams(
         main_proj=_kn(w.main_proj),
         main_norm=w.main_norm.float(),
-        stages=tuple(_layer(stage, config.dspark_num_experts_per_tok) for stage in w.stages),
+        stages=tuple(_layer(stage, config.dspark_num_experts_per_tok, coded) for stage in w.stages),
         norm=w.norm.float(),
         markov_embed=w.markov_embed,
         markov_head=_kn(w.markov_head),

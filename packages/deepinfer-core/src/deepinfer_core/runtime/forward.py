@@ -209,7 +209,8 @@ class Forward:
         def work() -> DraftBlock:
             if self.drafter is None:
                 raise ValueError("this runner has no drafter")
-            block = self.drafter.make_block(*inputs.unbind(0), self.state, num_steps)
+            anchor, anchor_position, slot, visible_from = inputs.unbind(0)
+            block = self.drafter.make_block(anchor, anchor_position, slot, visible_from, self.state, num_steps)
             logits.copy_(block.base_logits.flatten(0, 1))
             return DraftBlock(block.hidden, logits.view(size, num_steps, -1))
 

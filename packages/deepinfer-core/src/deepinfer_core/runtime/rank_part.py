@@ -9,11 +9,13 @@ One process without a world holds everything and exchanges nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepinfer_core.checkpoint.sharding import engram_shares
 from deepinfer_core.config.engine import EngineConfig, ExpertBalanceConfig
@@ -132,9 +134,20 @@ class RankPart:
     def _balancer(self, world: World, exchange: SharedExperts, params: ModelParams) -> ExpertBalancer | None:
         if self.placements is None or not self.balance.expert_rearrangement_interval:
             return None
-        weights = {index: (layer.ffn.w13, layer.ffn.w2) for index, layer in enumerate(params.layers)}
+        weights = {
+            index: (*_tensors_of(layer.ffn.w13), *_tensors_of(layer.ffn.w2))
+            for index, layer in enumerate(params.layers)
+        }
         size, per_node = exchange.comm.size, world.topology.ranks_per_node
         num_nodes = size // per_node if per_node and size % per_node == 0 else 1
         topology = ExpertTopology(num_devices=size, num_nodes=num_nodes)
         policy = BalancePolicy(topology, self.balance.expert_rearrangement_interval)
         return ExpertBalancer(exchange, world.moves, self.placements[0], weights, self.balance, policy)
+
+
+def _tensors_of(weight: Any) -> tuple[Tensor, ...]:
+    """What a weight consists of: itself, or codes and scales."""
+    if isinstance(weight, Tensor):
+        return (weight,)
+    values = (getattr(weight, spec.name) for spec in dataclasses.fields(weight))
+    return tuple(value for value in values if isinstance(value, Tensor))

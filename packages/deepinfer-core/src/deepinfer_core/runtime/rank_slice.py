@@ -32,6 +32,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS
 from deepinfer_core.errors import CapacityError
 from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, code_columns
 from deepinfer_core.model.params import LayerParams, ModelParams, build_params
 from deepinfer_core.parallel.experts import DispatchedRows, RowOrigin
 from deepinfer_core.runtime.pending import PendingResult
@@ -65,6 +66,7 @@ class SliceSize:
     num_drafts: int
     step_rows: int  # rows of the largest step
     expert_sets: int | None = None  # so many sets of weights, shared by the layers in turn; None = one a layer
+    float8_products: bool = False  # as the engine's setting
 
     def __post_init__(self) -> None:
         for name in ("ranks", "requests", "context", "step_rows"):
@@ -95,7 +97,8 @@ class RankSlice:
         self.size = size
         self.config = _own_share(config, size.ranks)
         local = _local_experts(config, size.ranks)
-        params = build_params(random_weights(self.config, 0, dtype, device, with_experts=False), self.config)
+        weights = random_weights(self.config, 0, dtype, device, with_experts=False)
+        params = build_params(weights, self.config, coded=size.float8_products)
         self.params = _with_experts(params, local, size.expert_sets)
         # Positions go on for some steps beyond the context.
         self.blocks_a_request = -(-size.context // BLOCK_TOKENS) + 1
@@ -239,15 +242,18 @@ def _local_experts(config: ModelConfig, ranks: int) -> dict[int, int]:
 
 def _with_experts(params: ModelParams, local: dict[int, int], num_sets: int | None) -> ModelParams:
     """`params` with random routed experts; of `num_sets` sets each serves many layers."""
-    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    made: dict[tuple[int, int], tuple[Weight, Weight]] = {}
+
+    def random(like: Weight, experts: int, scale: float) -> Weight:
+        _, inner, columns = like.shape
+        drawn = torch.randn(experts, inner, columns, dtype=like.dtype, device=params.embed.device)
+        drawn.mul_(scale * inner**-0.5)
+        return code_columns(drawn) if isinstance(like, CodedWeight) else drawn
 
     def changed(layer: int, old: LayerParams) -> LayerParams:
         key = (local[layer], layer if num_sets is None else layer % num_sets)
         if key not in made:
-            dim, width = old.ffn.w13.shape[1], old.ffn.w2.shape[1]
-            w13 = torch.randn(local[layer], dim, 2 * width, dtype=old.ffn.w13.dtype, device=old.ffn.w13.device)
-            w2 = torch.randn(local[layer], width, dim, dtype=old.ffn.w2.dtype, device=old.ffn.w2.device)
-            made[key] = w13.mul_(dim**-0.5), w2.mul_(0.1 * width**-0.5)
+            made[key] = random(old.ffn.w13, local[layer], 1.0), random(old.ffn.w2, local[layer], 0.1)
         w13, w2 = made[key]
         return dataclasses.replace(old, ffn=dataclasses.replace(old.ffn, w13=w13, w2=w2))
 

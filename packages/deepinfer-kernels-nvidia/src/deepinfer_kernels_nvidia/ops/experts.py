@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
+from deepinfer_kernels_nvidia.ops.coded import run_experts_coded, shared_expert_coded
+from deepinfer_kernels_nvidia.ops.expert_slots import plan_slots
 from deepinfer_kernels_nvidia.ops.linear import linear
 
 __all__ = ["ExpertTiles", "combine_experts", "plan_experts", "run_experts", "shared_expert"]
@@ -176,24 +179,15 @@ def combine_experts_program(choices: int, dim: int, dtype: str):
 
 def plan_experts(ids: Tensor, num_experts: int) -> ExpertTiles:
     """ids [R, k] local expert ids -> tiles, without a host synchronisation; see contract `plan_experts`."""
-    flat, device = ids.flatten(), ids.device
-    pairs = len(flat)
-    num_tiles = min(pairs, pairs // TILE + num_experts)
-    expert, order = torch.sort(flat, stable=True)
-    start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
-    end_tile = torch.cumsum((start.diff() + TILE - 1) // TILE, 0)
-    first_tile = torch.nn.functional.pad(end_tile, (1, 0))
-    slot = first_tile[expert] * TILE + torch.arange(pairs, device=device) - start[expert]
-    slot_pair = torch.full((num_tiles * TILE,), -1, dtype=torch.int32, device=device)
-    slot_pair.index_copy_(0, slot, order.to(torch.int32))
-    owner = torch.searchsorted(end_tile, torch.arange(num_tiles, device=device), right=True)
-    return ExpertTiles(slot_pair, torch.where(owner < num_experts, owner, -1).to(torch.int32))
+    return ExpertTiles(*plan_slots(ids.flatten(), num_experts, TILE))
 
 
-def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D], all but weights bf16 -> [R, k, D]; see contract
-    `run_experts`. Raises KernelError for other dtypes.
+def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D], all but weights bf16, or w13 and w2 coded -> [R, k, D];
+    see contract `run_experts`. Raises KernelError for other dtypes.
     """
+    if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
+        return run_experts_coded(x, weights, tiles.slot_pair, tiles.tile_expert, w13, w2, limit)
     _check_dtype(x, w13)
     (rows, choices), dim = weights.shape, x.shape[1]
     experts, width = w2.shape[0], w2.shape[1]
@@ -209,8 +203,12 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2:
     return out.view(rows, choices, dim)
 
 
-def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """x [R, D], w13 [D, 2 I], w2 [I, D], all bf16 -> [R, D]; see contract `shared_expert`. Raises KernelError."""
+def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    """x [R, D], w13 [D, 2 I], w2 [I, D], all bf16, or w13 and w2 coded -> [R, D]; see contract `shared_expert`. Raises
+    KernelError.
+    """
+    if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
+        return shared_expert_coded(x, w13, w2, limit)
     _check_dtype(x, w13)
     rows, width = x.shape[0], w2.shape[0]
     act = torch.empty(rows, width, dtype=x.dtype, device=x.device)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program, tma_ready
+from deepinfer_kernels_nvidia.ops.coded import linear_coded
 from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
 
 __all__ = ["grouped_linear", "head_logits", "linear"]
@@ -53,8 +55,12 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight, torch.bfloat16)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, K] @ weight [K, N] -> [R, N], both bf16 or both float32; see contract `linear`. Raises KernelError."""
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [R, K] @ weight [K, N] -> [R, N], both bf16 or both float32, or a coded weight; see contract `linear`. Raises
+    KernelError.
+    """
+    if isinstance(weight, CodedWeight):
+        return linear_coded(x, weight)
     if x.dtype == torch.float32 and weight.dtype == torch.float32:
         return linear_float32(x, weight)
     return grouped_linear(x[:, None], weight[None])[:, 0]

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack, unpack
+from deepinfer_core.kernels.reference.rounding import round_index
 
 __all__ = ["CacheContent", "Case", "Inputs", "all_cases"]
+
+_CODED_UNIT = 32  # the coded weights of a model have rows of whole units
 
 type Inputs = dict[str, Any]
 type Run = Callable[[Kernels, Inputs, Inputs], tuple[Tensor, ...]]
@@ -45,6 +49,7 @@ class Case:
     make: Callable[[int, torch.Generator], tuple[Inputs, Inputs]]
     run: Run
     by_row: bool = True  # outputs have one row an input row
+    coded: bool = False  # its weights are coded; only for operations that a provider takes such weights for
 
 
 def all_cases() -> Iterator[Case]:
@@ -75,6 +80,12 @@ def _products() -> Iterator[Case]:
             return {"x": _randn(g, rows, k)}, {"w": _randn(g, k, n, scale=k**-0.5)}
 
         yield Case("linear", f"{k}x{n}", make, lambda o, r, s: (o.linear(r["x"], s["w"]),))
+        if k % _CODED_UNIT == 0:
+
+            def coded(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+                return (o.linear(r["x"], code_columns(s["w"])),)
+
+            yield Case("linear", f"{k}x{n}-coded", make, coded, coded=True)
     for k, n in ((128, 384), (5120, 1000)):
 
         def make_head(rows: int, g: torch.Generator, k: int = k, n: int = n) -> tuple[Inputs, Inputs]:
@@ -234,7 +245,7 @@ def _indexer() -> Iterator[Case]:
             visible = _randint(g, 0, 4 * per_block, rows)
             visible[0] = 0
             row = {
-                "iq": _randn(g, rows, heads, dim),
+                "iq": round_index(_randn(g, rows, heads, dim)),
                 "w": _randn(g, rows, heads),
                 "blocks": _randint(g, 0, 9, rows, 4),
                 "visible": visible,
@@ -307,7 +318,19 @@ def _experts() -> Iterator[Case]:
         yield Case(
             "shared_expert", name, make, lambda o, r, s: (o.shared_expert(r["x"], s["w13"][0], s["w2"][0], 1.5),)
         )
+        if dim % _CODED_UNIT == width % _CODED_UNIT == 0:
+            yield Case("run_experts", f"{name}-coded", make, _run_coded_experts, coded=True)
+            yield Case("shared_expert", f"{name}-coded", make, _run_coded_shared_expert, coded=True)
         yield Case("combine_experts", name, make, lambda o, r, s: (o.combine_experts(r["pairs"], r["shared"]),))
+
+
+def _run_coded_experts(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+    plan = o.plan_experts(r["ids"], s["w13"].shape[0])
+    return (o.run_experts(r["x"], r["weights"], plan, code_columns(s["w13"]), code_columns(s["w2"]), 1.5),)
+
+
+def _run_coded_shared_expert(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+    return (o.shared_expert(r["x"], code_columns(s["w13"][0]), code_columns(s["w2"][0]), 1.5),)
 
 
 def _engram_and_draft() -> Iterator[Case]:

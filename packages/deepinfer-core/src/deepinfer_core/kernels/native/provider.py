@@ -32,6 +32,7 @@ class NativeProvider:
     name: str = "native"
     cache_form: Literal["plain", "packed"] = "plain"
     row_invariant_ops: frozenset[str] = frozenset(OPS)
+    coded_ops: frozenset[str] = frozenset()
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
         self._cache_dir = None if cache_dir is None else Path(cache_dir).absolute()

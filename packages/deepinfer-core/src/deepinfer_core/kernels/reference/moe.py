@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
 from deepinfer_core.kernels.reference.elementwise import silu, softplus
 from deepinfer_core.kernels.reference.linear import ROW_TILE, linear, tile_product
 from deepinfer_core.kernels.reference.topk import top_k_set
@@ -42,7 +43,7 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
 
 
-def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """x [R, D], w13 [D, 2 I], w2 [I, D] -> [R, D]."""
     return linear(swiglu(linear(x, w13), limit).to(x.dtype), w2)
 
@@ -75,17 +76,21 @@ def plan_tiles(ids: Tensor, num_experts: int) -> ExpertTiles:
     return ExpertTiles(most, owner.clamp_max(num_experts - 1), None, pair_slot)
 
 
-def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D] -> one output for each pair [R, k, D].
 
     The routing weight is applied before w2.
     """
     rows, k = weights.shape
+    if isinstance(w13, CodedWeight):
+        x, w13 = round_rows(x), w13.decoded(x.dtype)
     slots = tiles.num_tiles * ROW_TILE
     grouped = x.new_zeros(slots, x.shape[1]).index_copy(0, tiles.pair_slot, x.repeat_interleave(k, 0))
     scale = weights.new_zeros(slots).index_copy(0, tiles.pair_slot, weights.flatten())
     hidden = _tile_product(grouped.view(tiles.num_tiles, ROW_TILE, -1), w13, tiles)
     act = (swiglu(hidden, limit) * scale.view(tiles.num_tiles, ROW_TILE, 1)).to(x.dtype)
+    if isinstance(w2, CodedWeight):
+        act, w2 = round_rows(act), w2.decoded(x.dtype)
     out = _tile_product(act, w2, tiles).flatten(0, 1)
     return out.index_select(0, tiles.pair_slot).view(rows, k, -1)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepinfer_core.config.engine import ExpertBalanceConfig
 from deepinfer_core.parallel.communicator import Communicator
-from deepinfer_core.parallel.expert_moves import ExpertMover, StagedLayer, WindowLoad
+from deepinfer_core.parallel.expert_moves import ExpertMover, StagedLayer, WindowLoad, slot_bytes
 from deepinfer_core.parallel.experts import SharedExperts
 from deepinfer_core.parallel.placement_tables import placement_table
 from deepinfer_core.scheduling.expert_balance import BalancePolicy
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertBalancer:
-    """Observes `exchange` and changes its tables and the `weights` (layer -> tensors [S_local, ...]) between steps.
+    """Observes `exchange` and changes its tables and the `weights` between steps: layer -> contiguous tensors
+    [S_local, ...] whose first index is the local slot.
 
     moves: the ranks that share the experts, for the mover's thread. placement: in force at the start, of the layers
     (draft stages stay as they are).
@@ -46,7 +47,8 @@ class ExpertBalancer:
         settings: ExpertBalanceConfig,
         policy: BalancePolicy,
     ) -> None:
-        self._exchange, self._weights, self._settings = exchange, weights, settings
+        self._exchange, self._settings = exchange, settings
+        self._weights = {layer: tuple(map(slot_bytes, tensors)) for layer, tensors in weights.items()}
         self._placement = placement
         self._num_layers = len(placement.expert_of_slot)
         device = exchange.comm.device
@@ -58,7 +60,7 @@ class ExpertBalancer:
         self._num_jobs = 0
         self._plans_late = 0
         self._first_step_of_job = 0
-        self.mover = ExpertMover(moves, placement, weights, policy)
+        self.mover = ExpertMover(moves, placement, self._weights, policy)
         exchange.observer = self
 
     # ---- the exchange tells ------------------------------------------------------------------------------------------

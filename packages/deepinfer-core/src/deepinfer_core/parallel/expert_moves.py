@@ -29,7 +29,7 @@ from deepinfer_core.scheduling.expert_balance import BalanceDecision, BalancePol
 from deepinfer_core.scheduling.expert_load import TokenSplit
 from deepinfer_core.scheduling.expert_placement import ExpertMove, Placement
 
-__all__ = ["ExpertMover", "MoverStats", "StagedLayer", "WindowLoad"]
+__all__ = ["ExpertMover", "MoverStats", "StagedLayer", "WindowLoad", "slot_bytes"]
 
 _DIGEST_BYTES = 16
 _MAX_STAGED = 2
@@ -54,7 +54,7 @@ class StagedLayer:
     expert_of_slot: np.ndarray  # [S]
     split: TokenSplit | None  # of this layer alone: [1, E, R]
     slots: Tensor  # [n] local slots that get new weights
-    weights: tuple[Tensor, ...]  # [n, ...] on the device, as in the layer's weights
+    weights: tuple[Tensor, ...]  # [n, B] bytes on the device, as in the layer's weights
     digests: tuple[bytes, ...]  # [n]
 
 
@@ -89,7 +89,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertMover:
-    """Runs `policy` and its plans. `weights`: layer -> tensors [S_local, ...] whose first index is the local slot.
+    """Runs `policy` and its plans. `weights`: layer -> bytes of each local slot [S_local, B], a tensor or more.
 
     `moves`: the ranks that share the experts, on the host. Every window gives one staged layer for each layer, changed
     or not, so that all ranks count alike. `failure` is set where the engine must not go on.
@@ -113,7 +113,7 @@ class ExpertMover:
         self._changed = threading.Condition()
         self._closing = False
         self._give_up = False
-        self._seconds_per_move = sum(tensor[0].nbytes for tensor in weights[0]) / 1e9  # a guess, until one was timed
+        self._seconds_per_move = sum(tensor.shape[1] for tensor in weights[0]) / 1e9  # a guess, until one was timed
         self.num_staged = 0
         self.num_swapped = 0
         self.failure: ParallelError | None = None
@@ -245,7 +245,7 @@ class ExpertMover:
         sent = [move for move in by_receiver if owner[move.source_slot] == me]
         came = [move for move in by_sender if owner[move.slot] == me]
         records = [self._record(layer, move.source_slot - start) for move in sent]
-        num_bytes = sum(tensor[0].nbytes for tensor in self._weights[layer]) + _DIGEST_BYTES
+        num_bytes = sum(tensor.shape[1] for tensor in self._weights[layer]) + _DIGEST_BYTES
         received = self._moves.all_to_all_rows(
             torch.stack(records) if records else torch.zeros(0, num_bytes, dtype=torch.uint8),
             np.bincount([owner[move.slot] for move in sent], minlength=size).tolist(),
@@ -271,18 +271,12 @@ class ExpertMover:
 
     def _record(self, layer: int, slot: int) -> Tensor:
         """[B + 16] bytes on the host."""
-        parts = [tensor[slot].contiguous().view(-1).view(torch.uint8).cpu() for tensor in self._weights[layer]]
-        data = torch.cat(parts)
+        data = torch.cat([tensor[slot].cpu() for tensor in self._weights[layer]])
         return torch.cat([data, torch.frombuffer(bytearray(_digest(data)), dtype=torch.uint8)])
 
     def _on_device(self, layer: int, received: Tensor) -> tuple[Tensor, ...]:
-        staged: list[Tensor] = []
-        at = 0
-        for tensor in self._weights[layer]:
-            width = tensor[0].nbytes
-            part = received[:, at : at + width].contiguous().view(-1).view(tensor.dtype)
-            staged.append(part.view(len(received), *tensor.shape[1:]).to(self._device))
-            at += width
+        widths = [tensor.shape[1] for tensor in self._weights[layer]]
+        staged = [part.to(self._device, copy=True) for part in received[:, :-_DIGEST_BYTES].split(widths, 1)]
         if self._stream is not None:
             self._stream.synchronize()
         return tuple(staged)
@@ -316,6 +310,11 @@ class ExpertMover:
                         "was moved there; restart the engine",
                         (rank,),
                     )
+
+
+def slot_bytes(weight: Tensor) -> Tensor:
+    """weight [S, ...] contiguous -> the same memory as [S, B] uint8: experts travel as bytes, whatever their dtype."""
+    return weight.view(len(weight), -1).view(torch.uint8)
 
 
 def _digest(data: Tensor) -> bytes:

@@ -55,9 +55,10 @@ def breakdown(label: str, step: Callable[[], Any], steps: int = 2) -> dict[str, 
     return {"wall_us": wall_us, "busy_us": busy_us, "kernels": {name: list(value) for name, value in rows[:80]}}
 
 
-def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], requests: list[int]) -> None:
+def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], requests: list[int], float8: bool) -> None:
     """Everything on one model with room for the largest number of requests."""
-    size = SliceSize(64, max(requests), CONTEXT, DRAFTS, max(requests) * (1 + DRAFTS))
+    rows = max(requests) * (1 + DRAFTS)
+    size = SliceSize(64, max(requests), CONTEXT, DRAFTS, rows, float8_products=float8)
     start = time.perf_counter()
     part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
     torch.cuda.synchronize()
@@ -75,9 +76,9 @@ def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], req
     part.close()
 
 
-def prefill_parts(kernels: Kernels, report: dict[str, Any]) -> None:
-    """One rank of 8: 48 experts a layer; six sets of weights for 43 layers, since bfloat16 ones would not fit."""
-    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, expert_sets=6)
+def prefill_parts(kernels: Kernels, report: dict[str, Any], float8: bool) -> None:
+    """One rank of 8: 48 experts a layer. In bfloat16 six sets of weights serve all layers, since 43 would not fit."""
+    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, None if float8 else 6, float8)
     part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
     report["prefill, ep=8"] = prefill_results(part, [4096, 65_536])
     print(json.dumps(report["prefill, ep=8"]), flush=True)
@@ -92,20 +93,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default="decode,profile,prefill", help="parts, separated by commas")
     parser.add_argument("--requests", default="256,64,8", help="numbers of requests, the largest first")
+    parser.add_argument("--float8", action="store_true", help="with the engine's float8_products")
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
     requests = [int(number) for number in arguments.requests.split(",")]
     kernels, _ = build_kernels(choose_provider("nvidia"), release_config(), torch.bfloat16)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "communication": "left out",
+        "communication": "left out", "float8_products": arguments.float8,
     }  # fmt: skip
     failed = 0
     parts: list[Callable[[], None]] = []
     if wanted & {"decode", "profile"}:
-        parts.append(lambda: decode_parts(kernels, report, wanted, requests))
+        parts.append(lambda: decode_parts(kernels, report, wanted, requests, arguments.float8))
     if "prefill" in wanted:
-        parts.append(lambda: prefill_parts(kernels, report))
+        parts.append(lambda: prefill_parts(kernels, report, arguments.float8))
     for run in parts:
         try:
             run()

@@ -154,3 +154,24 @@ def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> Non
 def test_a_bad_variable_is_refused(variable: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_settings({}, {variable: text})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("DEEPINFER_USE_NEXTN_DECODE", "999"),
+        ("DEEPINFER_MAX_BACKTRACKING_TOKENS", "2"),
+        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "foo"),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0"),
+    ],
+)
+def test_a_value_out_of_range_names_the_variable_that_it_comes_from(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        resolve_settings({}, {variable: text})
+
+
+def test_an_argument_out_of_range_blames_no_variable() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings({"num_drafts": 999}, {"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "200"})
+    assert "DEEPINFER" not in str(caught.value)

@@ -20,21 +20,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
 from deepinfer_core.chat import ChatCodec, ChatOutput, ChatPrompt
-from deepinfer_core.config.checks import check_flag, shown
+from deepinfer_core.config.checks import check_flag
 from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
-from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
+from deepinfer_core.requests import (
+    AnswerBook,
+    PreparedRequest,
+    Prompt,
+    RequestFactory,
+    as_list,
+    params_list,
+    prompt_list,
+)
 from deepinfer_core.runtime.start import start_engine
 from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.text import Tokenizer
@@ -119,7 +126,7 @@ class LLM:
         """
         if multi_modal_data is not None:
             raise RequestError("multi_modal_data is given; this version reads text only")
-        requests = self._requests(_prompt_list(prompts, prompt_token_ids), sampling_params, parse_special)
+        requests = self._requests(prompt_list(prompts, prompt_token_ids), sampling_params, parse_special)
         with self._submitted(requests) as call:
             self._run(call, use_tqdm and not self.config.quiet)
         return [request.output for request in requests]
@@ -188,7 +195,7 @@ class LLM:
     ) -> list[PreparedRequest]:
         """All are checked before the first is numbered: a call that is refused changes no seed of the next."""
         requests: list[PreparedRequest] = []
-        for index, (prompt, one) in enumerate(zip(prompts, _params_list(params, len(prompts)), strict=True)):
+        for index, (prompt, one) in enumerate(zip(prompts, params_list(params, len(prompts)), strict=True)):
             try:
                 requests.append(self._factory.prepare(prompt, one, parse_special=parse_special))
             except RequestError as error:
@@ -227,7 +234,7 @@ class LLM:
         if self._codec is None:
             self._codec = ChatCodec(self._engine.folder, self.tokenizer.eos_token_id, self.max_model_len)
         body = {
-            "messages": _as_list("messages", messages),
+            "messages": as_list("messages", messages),
             "thinking": {"type": "enabled" if check_flag("thinking", thinking, RequestError) else "disabled"},
         }
         return self._codec, self._codec.prepare(body | dict(fields), params)
@@ -313,41 +320,15 @@ class LLM:
                     bar.set_postfix_str(f"{num_tokens / seconds:.0f} tokens/s", refresh=False)
 
 
-def _prompt_list(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
-    if (prompts is None) == (prompt_token_ids is None):
-        raise RequestError("give either prompts or prompt_token_ids")
-    if isinstance(prompts, (str, Mapping)):
-        return [cast("Prompt", prompts)]
-    if prompt_token_ids is None:
-        return _as_list("prompts", prompts)
-    given = _as_list("prompt_token_ids", prompt_token_ids)
-    if not (given and isinstance(given[0], (Sequence, np.ndarray))):
-        return [given]
-    return [_as_list("prompt_token_ids", one) if isinstance(one, np.ndarray) else one for one in given]
-
-
-def _params_list(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    given = _as_list("sampling_params", params)
-    if len(given) != count:
-        raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts; give one, or one each")
-    return given
-
-
-def _as_list(name: str, values: Any) -> list[Any]:
-    if isinstance(values, np.ndarray):
-        return cast("list[Any]", values.tolist())
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} is {shown(values)}; give a list")
-    return list(cast("Sequence[Any]", values))
-
-
 def _print_settings(resolved: ResolvedSettings) -> None:
-    console = Console(stderr=True)
-    table = Table("setting", "value", "from", title="Settings")
-    for row in resolved.rows():
-        table.add_row(*map(Text, row))
-    console.print(table)
+    """What was set, by whom; how many settings were not."""
+    console, rows = Console(stderr=True), resolved.rows()
+    chosen = [row for row in rows if row[2] != "default"]
+    if chosen:
+        table = Table("setting", "value", "from", title="Settings")
+        for row in chosen:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    console.print(f"{len(rows) - len(chosen)} settings have their defaults; deepinfer generate --help lists them.")
     for note in resolved.notes:
         console.print(f"Note: {note}", style="yellow", markup=False)

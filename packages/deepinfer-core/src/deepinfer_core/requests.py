@@ -27,7 +27,16 @@ from deepinfer_core.scheduling.request import Finished, FinishReason, StepOutput
 from deepinfer_core.structured import CompiledGrammar, GrammarCompiler, GrammarConstraint, WatcherChain
 from deepinfer_core.text import Tokenizer
 
-__all__ = ["AnswerBook", "ChunkSink", "PreparedRequest", "Prompt", "RequestFactory"]
+__all__ = [
+    "AnswerBook",
+    "ChunkSink",
+    "PreparedRequest",
+    "Prompt",
+    "RequestFactory",
+    "as_list",
+    "params_list",
+    "prompt_list",
+]
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
 type ChunkSink = Callable[[Chunk], None]
@@ -305,3 +314,36 @@ class AnswerBook:
 
 def _watch_all(watchers: list[TokenWatcher]) -> TokenWatcher | None:
     return None if not watchers else watchers[0] if len(watchers) == 1 else WatcherChain(watchers)
+
+
+def prompt_list(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
+    """One prompt or many, texts, ids or mappings, as a list. RequestError."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise RequestError("give either prompts or prompt_token_ids")
+    if isinstance(prompts, (str, Mapping)):
+        return [cast("Prompt", prompts)]
+    if prompt_token_ids is None:
+        return as_list("prompts", prompts)
+    given = as_list("prompt_token_ids", prompt_token_ids)
+    if not (given and isinstance(given[0], (Sequence, np.ndarray))):
+        return [given]
+    return [as_list("prompt_token_ids", one) if isinstance(one, np.ndarray) else one for one in given]
+
+
+def params_list(params: Any, count: int) -> list[SamplingParams]:
+    """One set of parameters for each of `count` prompts. RequestError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    given = as_list("sampling_params", params)
+    if len(given) != count:
+        raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts; give one, or one each")
+    return given
+
+
+def as_list(name: str, values: Any) -> list[Any]:
+    """A sequence or array of the user's as a list. RequestError for a text and for anything else."""
+    if isinstance(values, np.ndarray):
+        return cast("list[Any]", values.tolist())
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise RequestError(f"{name} is {shown(values)}; give a list")
+    return list(cast("Sequence[Any]", values))

@@ -27,6 +27,7 @@ from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError, ParallelError
+from deepinfer_core.kernels.contract import CODED_OPS
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
@@ -119,6 +120,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
     )
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, op_sources)
+    _check_float8_products(config, choice, op_sources, world)
     part = RankPart.of(world, model_config, config)
     _check_weights_fit(config, model_config, choice.device, form, folder)
     folder = find_model()
@@ -139,7 +141,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
     rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
     runner = part.runner(
         model_config,
-        build_params(weights, model_config),
+        build_params(weights, model_config, coded=config.float8_products),
         kernels,
         RunnerConfig(
             num_slots=config.scheduler.max_num_seqs,
@@ -254,6 +256,25 @@ def _check_batch_invariance(config: EngineConfig, op_sources: list[OpSource]) ->
         raise KernelError(
             "batch_invariant is set, and these operations do not promise that a row's bits are independent of the "
             f"other rows: {named}; set it to False, or DEEPINFER_ACCELERATOR=cpu"
+        )
+
+
+def _check_float8_products(
+    config: EngineConfig, choice: KernelChoice, op_sources: list[OpSource], world: World | None
+) -> None:
+    if not config.float8_products:
+        return
+    if world is not None:
+        raise ParallelError(
+            "float8_products is set, which is built for one rank; set it to False, or leave the parallel sizes at 1"
+        )
+    taken = frozenset() if choice.provider is None else choice.provider.coded_ops
+    lacking = [source.op for source in op_sources if source.op in CODED_OPS and source.op not in taken]
+    lacking += [source.op for source in op_sources if source.op in taken and source.provider == "reference"]
+    if lacking:
+        raise KernelError(
+            f"float8_products is set, and the kernels of {choice.name} have no such form of {', '.join(lacking)}; "
+            "set it to False"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.conformance.cases import CacheContent, Case, Inputs, all_cases
-from deepinfer_core.kernels.contract import OPS, Capability, Kernels
+from deepinfer_core.kernels.contract import CODED_OPS, OPS, Capability, Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.registry import native_status, provider_statuses
 
@@ -19,6 +19,7 @@ from deepinfer_core.kernels.registry import native_status, provider_statuses
 class _Provider:
     table: Kernels
     own: frozenset[str]
+    coded: frozenset[str]
     device: str
     cache_form: str
 
@@ -40,7 +41,7 @@ def provider_name(request: pytest.FixtureRequest) -> str:
 def provider(provider_name: str) -> _Provider:
     """The provider's table, the operations that are its own, its device and cache form."""
     if provider_name == "reference":
-        return _Provider(REFERENCE, frozenset(OPS), "cpu", "plain")
+        return _Provider(REFERENCE, frozenset(OPS), CODED_OPS, "cpu", "plain")
     found = {status.name: status for status in [*provider_statuses(), native_status()]}
     if provider_name not in found:
         _give_up(f"provider {provider_name!r} is not installed; installed: {', '.join(found) or 'none'}")
@@ -48,7 +49,8 @@ def provider(provider_name: str) -> _Provider:
     if status.provider is None or not isinstance(status.result, Capability):
         _give_up(f"provider {provider_name} cannot run here: {status.result}")
     own = status.provider.load()
-    return _Provider(replace(REFERENCE, **own), frozenset(own), status.result.device, status.provider.cache_form)
+    table, plugin = replace(REFERENCE, **own), status.provider
+    return _Provider(table, frozenset(own), plugin.coded_ops, status.result.device, plugin.cache_form)
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -72,6 +74,8 @@ def test_every_operation_has_a_case() -> None:
 def test_operation_equals_the_reference(case: Case, rows: int, provider: _Provider, dtype: torch.dtype) -> None:
     if case.op not in provider.own:
         pytest.skip(f"{case.op} comes from the reference")
+    if case.coded and case.op not in provider.coded:
+        pytest.skip(f"{case.op} takes no coded weights here")
     row_inputs, shared = _inputs(case, rows, provider, dtype)
     contract = OPS[case.op]
     exact = contract.exact and not case.op.startswith("plan_")  # a plan is seen through the operation that takes it
@@ -97,7 +101,7 @@ def test_operation_equals_the_reference(case: Case, rows: int, provider: _Provid
 
 @pytest.mark.parametrize("case", [case for case in _CASES if case.by_row], ids=lambda case: f"{case.op}-{case.name}")
 def test_a_row_does_not_depend_on_the_other_rows(case: Case, provider: _Provider, dtype: torch.dtype) -> None:
-    if case.op not in provider.own or not OPS[case.op].row_invariant:
+    if case.op not in (provider.coded if case.coded else provider.own) or not OPS[case.op].row_invariant:
         pytest.skip(f"{case.op} is not promised by this provider")
     rows = 48
     row_inputs, shared = _inputs(case, rows, provider, dtype)

@@ -39,7 +39,12 @@ COMMON = {
 # A layer has 8 experts; with extra ones some have two replicas, whose rows are split.
 GROUPS: dict[str, dict[str, Any]] = {
     "2 ranks": {"data_parallel_size": 2, "expert_parallel_size": 2, "engram_parallel_size": 2},
-    "3 ranks, unequal shares": {"data_parallel_size": 3, "expert_parallel_size": 3, "engram_parallel_size": 3},
+    "3 ranks, unequal shares, tables on disk": {
+        "data_parallel_size": 3,
+        "expert_parallel_size": 3,
+        "engram_parallel_size": 3,
+        "engram_storage": "disk",
+    },
     "4 ranks, replicas, plain loop": {
         "data_parallel_size": 4,
         "expert_parallel_size": 4,
@@ -210,3 +215,7 @@ def test_a_crowd_meets_hits_preemptions_and_drafts_on_every_rank(oracle: Oracle)
         assert one.preemptions >= 1
         assert 0 < one.accepted_drafts < one.verified_drafts
     assert sum(one.hit_tokens for one in stats) >= 128
+    # Whatever each verified and drafted: the same collectives in the same order, and a dummy step where one was idle.
+    for meeting in (ranks._control, ranks._groups["expert"][0], ranks._groups["engram"][0]):
+        assert meeting.labels[0] == meeting.labels[1]
+    assert ranks._control.labels[0].count("notice of a step") > max(one.steps for one in stats)

@@ -180,6 +180,32 @@ def test_idle_ranks_do_not_step(group: tuple[FrontEnd, ThreadRanks]) -> None:
     assert settled(ranks) == before
 
 
+def test_steps_padded_to_the_fullest_rank_give_the_same_tokens(
+    group: tuple[FrontEnd, ThreadRanks], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks on accelerators do it, whose steps are captured for fixed numbers of rows."""
+    engine, ranks = group
+    padded: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        for rank in ranks.engines:
+            runner = runner_of(ranks, rank)
+            patch.setattr(runner, "_pads", True)
+            patch.setattr(runner.forward, "run", recording(runner, padded))
+        assert tokens_of(ask(engine)) == expected
+    assert all(rows <= wanted for rows, wanted in padded)
+    assert any(rows < wanted for rows, wanted in padded)
+
+
+def recording(runner: RankRunner, padded: list[tuple[int, int]]) -> Callable[..., Any]:
+    run = runner.forward.run
+
+    def recorded(plan: Any, *args: Any, **named: Any) -> Any:
+        padded.append((plan.num_rows, plan.padded_rows))
+        return run(plan, *args, **named)
+
+    return recorded
+
+
 def test_statistics_asked_for_by_another_thread_lose_no_output(
     group: tuple[FrontEnd, ThreadRanks], expected: list[list[int]]
 ) -> None:

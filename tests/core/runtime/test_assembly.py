@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deepinfer_core import LLM
-from deepinfer_core.errors import CapacityError
+from deepinfer_core.errors import CapacityError, KernelError
+from deepinfer_core.kernels.registry import KernelChoice
 from tests.core.harness import FIXTURES
 from tests.core.model_configs import release_json
 
@@ -46,3 +47,32 @@ def test_the_start_says_what_open_settings_became(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().err
     assert f"{MODEL}: reference kernels on cpu, float32; at most 96 tokens a request; prefix_replay exact" in text
     assert "max_model_len" in text
+
+
+class NoKernels:
+    """A provider of a device that is not here; all operations come from the reference, on that device."""
+
+    name = "none"
+    cache_form = "packed"
+    row_invariant_ops: frozenset[str] = frozenset()
+    coded_ops: frozenset[str] = frozenset()
+
+    def load(self) -> dict[str, object]:
+        return {}
+
+
+@pytest.mark.bad_input
+def test_operations_that_are_not_row_invariant_are_named_where_that_is_demanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = KernelChoice("none", NoKernels(), "cuda", "for a test")  # type: ignore[arg-type]  # no probe is needed
+    monkeypatch.setattr("deepinfer_core.runtime.assembly.choose_provider", lambda _: choice)
+    with pytest.raises(KernelError, match=r"batch_invariant is set.*: linear from reference \(not offered") as raised:
+        LLM(MODEL, quiet=True, batch_invariant=True)
+    assert "select_entries" not in str(raised.value)  # exact, so it has one result in any company
+
+
+@pytest.mark.bad_input
+def test_float8_products_are_refused_without_kernels_for_them() -> None:
+    with pytest.raises(KernelError, match=r"kernels of cpu have no such form of linear, run_experts, shared_expert"):
+        LLM(MODEL, quiet=True, float8_products=True)

@@ -25,6 +25,7 @@ from measuring import write_results
 from deepinfer_core.checkpoint.engram_store import EngramTable
 from deepinfer_core.checkpoint.sharding import share
 from deepinfer_core.config.topology import Topology
+from deepinfer_core.errors import ParallelError
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.parallel.channel import Channel
 from deepinfer_core.parallel.communicator import Communicator
@@ -147,8 +148,12 @@ def main() -> None:
     arguments = ["--device", args.device, "--rounds", str(args.rounds)]
     found: dict[int, dict[str, float]] = {}
     with Workers.local("expert_exchange", args.ranks, arguments, variables) as ranks:
-        while 0 not in found:
-            found |= {rank: json.loads(message) for rank, message in ranks.receive(DEADLINE_S)}
+        while len(found) < args.ranks:
+            try:
+                found |= {rank: json.loads(message) for rank, message in ranks.receive(DEADLINE_S)}
+            except ParallelError as error:  # a rank that has reported may end before the others have
+                if set(error.late_ranks) - found.keys():
+                    raise
     element = 4 if args.device == "cpu" else 2
     results: dict[str, Any] = {"device": args.device, "ranks": args.ranks, "experts": EXPERTS, "chosen": CHOSEN}
     results["bits"] = "those of one process"

@@ -9,11 +9,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import deepinfer_core
 
 __all__ = ["OPENINGS", "machine", "median_ratio", "seconds_of", "token_ids", "turns", "write_results"]
 
@@ -75,7 +76,7 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "deepinfer_core": version("deepinfer-core"),
+        "deepinfer_core": deepinfer_core.__version__,
     }
 
 

@@ -6,8 +6,9 @@
     deepinfer launch --ranks 4 my_script.py --its-own-flags
 
 The number of ranks follows from the sizes among the command's settings; a script has to be told. With --print the
-command lines of all nodes are printed and nothing is run. On one node plain `deepinfer generate` starts its ranks by
-itself; `launch` is for several nodes, and for scripts that bring their own LLM.
+command lines of all nodes are printed and nothing is run. Nodes that do not appear within --wait seconds are named. On
+one node plain `deepinfer generate` starts its ranks by itself; `launch` is for several nodes, and for scripts that bring
+their own LLM.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from deepinfer_core.cli.options import add_setting_flags, settings_from
-from deepinfer_core.config.checks import check_integer, shown
+from deepinfer_core.config.checks import check_integer, check_number, shown
 from deepinfer_core.config.engine import resolve_settings
 from deepinfer_core.errors import ConfigError
+from deepinfer_core.parallel.roll_call import call_roll
 
 __all__ = ["add_parser", "run", "torchrun_command"]
 
@@ -42,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that take part (1)")
     parser.add_argument("--node-rank", type=int, metavar="N", help="number of this machine, from 0")
     parser.add_argument("--master", metavar="HOST:PORT", help="where the ranks meet: node 0, as the others reach it")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="longest wait for the other nodes (60)")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks in all (from the command's settings)")
     parser.add_argument("--print", action="store_true", help="print the command of each node, run nothing")
     parser.add_argument(
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything, then become torchrun; returns only after --print."""
     what = list(args.what)
     num_ranks = _num_ranks(what, args.ranks)
+    check_number("--wait", args.wait, 1, 86_400, ConfigError)
     num_nodes = check_integer("--nodes", args.nodes, 1, _MAX_NODES, ConfigError)
     if num_ranks % num_nodes:
         raise ConfigError(f"{num_ranks} ranks do not fill {num_nodes} nodes evenly; change --nodes or the sizes")
@@ -63,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         if args.node_rank is None and num_nodes > 1:
             raise ConfigError(f"--nodes is {num_nodes}; say with --node-rank which one this is, 0 to {num_nodes - 1}")
         node = check_integer("--node-rank", args.node_rank or 0, 0, num_nodes - 1, ConfigError)
+        if args.master is not None:
+            call_roll(*_address(args.master), node, num_nodes, args.wait)
         _become(torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master))
     for node in range(num_nodes):
         print(shlex.join(torchrun_command(what, num_nodes, num_ranks // num_nodes, node, args.master)))
@@ -83,11 +89,16 @@ def torchrun_command(
     if master is None:
         command += ["--standalone"]
     else:
-        host, _, port = master.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-            raise ConfigError(f"--master is {shown(master)}; it must be HOST:PORT, such as 10.0.0.1:29500")
+        host, port = _address(master)
         command += [f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
     return [*command, *(["-m", "deepinfer_core.cli"] if what[0] in _COMMANDS else []), *what]
+
+
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"--master is {shown(master)}; it must be HOST:PORT, such as 10.0.0.1:29500")
+    return host, int(port)
 
 
 def _num_ranks(what: Sequence[str], given: int | None) -> int:

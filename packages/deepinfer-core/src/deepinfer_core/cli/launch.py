@@ -6,9 +6,9 @@
     deepinfer launch --ranks 4 my_script.py --its-own-flags
 
 The number of ranks follows from the sizes among the command's settings; a script has to be told. With --print the
-command lines of all nodes are printed and nothing is run. Nodes that do not appear within --wait seconds are named. On
-one node plain `deepinfer generate` starts its ranks by itself; `launch` is for several nodes, and for scripts that bring
-their own LLM.
+command lines of all nodes are printed and nothing is run. Nodes that do not appear within --wait seconds are named.
+On one node plain `deepinfer generate` starts its ranks by itself; `launch` is for several nodes, and for scripts that
+bring their own LLM.
 """
 
 from __future__ import annotations

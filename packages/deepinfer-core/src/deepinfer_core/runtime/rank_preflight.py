@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import TCPStore  # not exported to type checkers by the public name
+from torch._C._distributed_c10d import Store  # not exported to type checkers by the public name
 
 from deepinfer_core.checkpoint.fingerprint import weights_fingerprint
 from deepinfer_core.checkpoint.folder import open_checkpoint
@@ -21,10 +21,11 @@ from deepinfer_core.runtime.memory import available_bytes, weights_bytes
 
 __all__ = ["check_before_loading"]
 
-_LOCAL_SETTINGS = frozenset({"quiet", "jit_cache_dir"})  # may differ between ranks
+# May differ between ranks: where things are, not what they are; weights are compared by their fingerprint.
+_LOCAL_SETTINGS = frozenset({"quiet", "jit_cache_dir", "model", "tokenizer"})
 
 
-def check_before_loading(config: EngineConfig, store: TCPStore, meeting: Rendezvous, device: torch.device) -> None:
+def check_before_loading(config: EngineConfig, store: Store, meeting: Rendezvous, device: torch.device) -> None:
     """Meet all ranks. Raises ParallelError that names what keeps them from working together, and who is missing."""
     choice = choose_provider(config.accelerator)
     form: Form = "plain" if choice.provider is None else choice.provider.cache_form

@@ -1,8 +1,8 @@
 """Is a JSON value a JSON Schema that this side can stand behind?
 
-The rules are those of the meta-schemas of drafts 4, 6, 7, 2019-09 and 2020-12 (the default), as one table keyword →
-rule (`keywords`), so that checking a tool costs microseconds. Beyond them: patterns must be valid, every `$ref` must resolve inside
-the schema or to a meta-schema, nothing is fetched, and size and time are bounded.
+The rules are those of the meta-schemas of drafts 4, 6, 7, 2019-09 and 2020-12 (the default), as tables in `keywords`,
+so that checking a tool costs microseconds. Beyond them: patterns must be valid, every `$ref` must resolve inside the
+schema or to a meta-schema, nothing is fetched, and size and time are bounded.
 """
 
 from __future__ import annotations

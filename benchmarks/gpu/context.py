@@ -134,7 +134,10 @@ def run_rank(channel: Channel, kind: str, lengths: list[int], rounds: int) -> No
             for mode, decoder_from in (("compact", length - KEEP), ("full", 0)):
                 prompt = Prompt(backbone, length, decoder_from, dtype)
                 found[f"{mode}_{length}"] = measure(prompt, world.along("context"), rounds)
-    channel.send(json.dumps(found).encode())
+        of_all = world.control.all_gather_bytes(json.dumps(found).encode(), "results")
+        if meeting.rank == 0:
+            channel.send(json.dumps([json.loads(one) for one in of_all]).encode())
+        world.control.barrier("end")
 
 
 def main() -> None:
@@ -152,15 +155,16 @@ def main() -> None:
     here = str(Path(__file__).parent)
     variables = {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
     arguments = ["--device", args.device, "--rounds", str(args.rounds), "--lengths", *map(str, args.lengths)]
-    found: dict[int, dict[str, Any]] = {}
+    messages: list[tuple[int, bytes]] = []
     with Workers.local("context", args.ranks, arguments, variables) as ranks:
-        while len(found) < args.ranks:
-            found |= {rank: json.loads(message) for rank, message in ranks.receive(DEADLINE_S)}
+        while not messages:
+            messages = ranks.receive(DEADLINE_S)
+    found: list[dict[str, Any]] = json.loads(messages[0][1])
     results = {"device": args.device, "ranks": args.ranks, "torch": torch.__version__}
     if args.device == "cuda":
         results["gpu"] = torch.cuda.get_device_name(0)
     for name in found[0]:
-        results[name] = [found[rank][name] for rank in range(args.ranks)]
+        results[name] = [of_rank[name] for of_rank in found]
     text = json.dumps(results, indent=1) + "\n"
     print(text)
     if args.out is not None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from deepinfer_core.config.engine import EngineConfig, flat_settings, resolve_settings
 from deepinfer_core.config.topology import AXES, Axis, Topology
 from deepinfer_core.errors import ParallelError
@@ -34,6 +36,7 @@ class ThreadWorld:
     plans: Communicator
     moves: Communicator
     axes: Mapping[Axis, Communicator]
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a constant
 
     def along(self, axis: Axis) -> Communicator:
         return self.axes[axis]

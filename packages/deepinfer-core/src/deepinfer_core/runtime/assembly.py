@@ -128,7 +128,7 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
         folder,
         model_config,
         dtype=dtype,
-        device=choice.device,
+        device=choice.device if world is None else world.device,
         experts=part.experts,
         engram_rows=part.engram_rows,
         engram_storage=config.engram_storage,

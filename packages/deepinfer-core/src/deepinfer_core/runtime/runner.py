@@ -134,7 +134,9 @@ class Runner:
         self._failures = 0  # of launched steps; the worker's
         self._reported_failures = 0  # by `wait`; the caller's
         self._last_done_s = 0.0  # when the result before was read
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-device")
+        self._worker = ThreadPoolExecutor(
+            1, thread_name_prefix="deepinfer-device", initializer=_take_device, initargs=(self.device,)
+        )
 
     # ---- the three calls of a step -------------------------------------------------------------------------------
 
@@ -363,3 +365,9 @@ def _can_be_captured(params: ModelParams) -> bool:
     """Whether all that a step needs is where a graph can reach it; CUDA is what has graphs here."""
     tables = [layer.engram.table for layer in params.layers if layer.engram is not None]
     return params.embed.device.type == "cuda" and all(table.codes.device.type == "cuda" for table in tables)
+
+
+def _take_device(device: torch.device) -> None:
+    """A thread begins with device 0, whichever the process has chosen; kernels run on the thread's."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)

@@ -22,7 +22,7 @@ from deepinfer_kernels_nvidia.jit import T, aligned, program
 
 __all__ = ["linear_coded", "run_experts_coded", "shared_expert_coded"]
 
-_ROWS, _INNER, _STAGES, _THREADS = 128, 128, 4, 256
+_ROWS, _INNER, _STAGES, _THREADS = 128, 128, 3, 256
 _TILE = 128  # slots of one expert
 _GATED_COLUMNS, _DOWN_COLUMNS = 128, 256
 _CHUNK = 16  # codes that one thread moves
@@ -100,17 +100,23 @@ def matmul_coded_program(k: int, n: int):
         with T.Kernel(T.ceildiv(rows, _ROWS), T.ceildiv(n, columns), threads=_THREADS) as (bm, bn):
             x_tile = T.alloc_shared((_ROWS, _INNER), "float8_e4m3fn")
             w_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
+            row_scale = T.alloc_shared((_ROWS,), "float32")
+            column_scale = T.alloc_shared((columns,), "float32")
+            out_tile = T.alloc_shared((_ROWS, columns), "bfloat16")
             total = T.alloc_fragment((_ROWS, columns), "float32")
             T.clear(total)
+            for r in T.Parallel(_ROWS):
+                row_scale[r] = x_scale[T.min(bm * _ROWS + r, rows - 1)]
+            for c in T.Parallel(columns):
+                column_scale[c] = w_scale[T.min(bn * columns + c, n - 1)]
             for i in T.Pipelined(T.ceildiv(k, _INNER), num_stages=_STAGES):
                 T.copy(x[bm * _ROWS : (bm + 1) * _ROWS, i * _INNER : (i + 1) * _INNER], x_tile)
                 T.copy(w[bn * columns : (bn + 1) * columns, i * _INNER : (i + 1) * _INNER], w_tile)
                 T.gemm(x_tile, w_tile, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             for r, c in T.Parallel(_ROWS, columns):
-                if bm * _ROWS + r < rows and bn * columns + c < n:
-                    out[bm * _ROWS + r, bn * columns + c] = (
-                        total[r, c] * x_scale[bm * _ROWS + r] * w_scale[bn * columns + c]
-                    )
+                total[r, c] = total[r, c] * row_scale[r] * column_scale[c]
+            T.copy(total, out_tile)
+            T.copy(out_tile, out[bm * _ROWS : (bm + 1) * _ROWS, bn * columns : (bn + 1) * columns])
 
     return matmul_coded
 
@@ -167,11 +173,27 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool):
             x_tile = T.alloc_shared((_TILE, _INNER), "float8_e4m3fn")
             gate_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
             up_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
+            row_scale = T.alloc_shared((_TILE,), "float32")
+            row_weight = T.alloc_shared((_TILE,), "float32")
+            gate_scale = T.alloc_shared((columns,), "float32")
+            up_scale = T.alloc_shared((columns,), "float32")
+            act_tile = T.alloc_shared((_TILE, columns), "bfloat16")
             gate = T.alloc_fragment((_TILE, columns), "float32")
             up = T.alloc_fragment((_TILE, columns), "float32")
             expert = tile_expert[bm] if routed else 0
             T.clear(gate)
             T.clear(up)
+            for r in T.Parallel(_TILE):
+                row_scale[r] = x_scale[T.min(bm * _TILE + r, rows - 1)]
+                if routed:
+                    row_weight[r] = T.if_then_else(
+                        slot_pair[bm * _TILE + r] >= 0, weights[T.max(slot_pair[bm * _TILE + r], 0)], 0.0
+                    )
+                else:
+                    row_weight[r] = 1.0
+            for c in T.Parallel(columns):
+                gate_scale[c] = w_scale[T.max(expert, 0), T.min(bn * columns + c, width - 1)]
+                up_scale[c] = w_scale[T.max(expert, 0), width + T.min(bn * columns + c, width - 1)]
             for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=_STAGES):
                 inner = i * _INNER
                 T.copy(x[bm * _TILE : (bm + 1) * _TILE, inner : inner + _INNER], x_tile)
@@ -180,17 +202,11 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool):
                 T.gemm(x_tile, gate_tile, gate, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(x_tile, up_tile, up, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             for r, c in T.Parallel(_TILE, columns):
-                slot, column = bm * _TILE + r, bn * columns + c
-                if slot < rows and column < width and expert >= 0:
-                    gate[r, c] = T.min(gate[r, c] * x_scale[slot] * w_scale[expert, column], limit)
-                    up[r, c] = T.min(T.max(up[r, c] * x_scale[slot] * w_scale[expert, width + column], -limit), limit)
-                    gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c]
-                    if routed:
-                        act[slot, column] = gate[r, c] * T.if_then_else(
-                            slot_pair[slot] >= 0, weights[T.max(slot_pair[slot], 0)], 0.0
-                        )
-                    else:
-                        act[slot, column] = gate[r, c]
+                gate[r, c] = T.min(gate[r, c] * row_scale[r] * gate_scale[c], limit)
+                up[r, c] = T.min(T.max(up[r, c] * row_scale[r] * up_scale[c], -limit), limit)
+                gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c] * row_weight[r]
+            T.copy(gate, act_tile)
+            T.copy(act_tile, act[bm * _TILE : (bm + 1) * _TILE, bn * columns : (bn + 1) * columns])
 
     return gated_coded
 
@@ -214,18 +230,29 @@ def down_coded_program(experts: int, width: int, dim: int):
         with T.Kernel(T.ceildiv(slots, _TILE), T.ceildiv(dim, columns), threads=_THREADS) as (bm, bn):
             act_tile = T.alloc_shared((_TILE, _INNER), "float8_e4m3fn")
             w_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
+            row_scale = T.alloc_shared((_TILE,), "float32")
+            column_scale = T.alloc_shared((columns,), "float32")
+            pair = T.alloc_shared((_TILE,), "int32")
+            out_tile = T.alloc_shared((_TILE, columns), "bfloat16")
             total = T.alloc_fragment((_TILE, columns), "float32")
             expert = tile_expert[bm]
             T.clear(total)
+            for r in T.Parallel(_TILE):
+                pair[r] = slot_pair[bm * _TILE + r]
+                row_scale[r] = act_scale[bm * _TILE + r]
+            for c in T.Parallel(columns):
+                column_scale[c] = w_scale[T.max(expert, 0), T.min(bn * columns + c, dim - 1)]
             for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(width, _INNER), 0), num_stages=_STAGES):
                 inner = i * _INNER
                 T.copy(act[bm * _TILE : (bm + 1) * _TILE, inner : inner + _INNER], act_tile)
                 T.copy(w2[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], w_tile)
                 T.gemm(act_tile, w_tile, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             for r, c in T.Parallel(_TILE, columns):
-                slot, column = bm * _TILE + r, bn * columns + c
-                if expert >= 0 and slot_pair[slot] >= 0 and column < dim:
-                    out[slot_pair[slot], column] = total[r, c] * act_scale[slot] * w_scale[expert, column]
+                total[r, c] = total[r, c] * row_scale[r] * column_scale[c]
+            T.copy(total, out_tile)
+            for r, c in T.Parallel(_TILE, columns):
+                if pair[r] >= 0 and bn * columns + c < dim:
+                    out[pair[r], bn * columns + c] = out_tile[r, c]
 
     return down_coded
 

@@ -29,7 +29,7 @@ __all__ = ["IndexBlocks", "index_scores", "plan_index"]
 
 COLUMNS = 128  # rows * heads of a group
 _KEYS = 128  # of a tile
-_RUN_KEYS = 2048  # that one block of threads walks at most, for one load of its queries
+_RUN_KEYS = 4096  # that one block of threads walks at most, for one load of its queries
 _STAGES = 3  # tiles under way to shared memory
 _THREADS = 256
 _GROUP = 32  # values that share a scale

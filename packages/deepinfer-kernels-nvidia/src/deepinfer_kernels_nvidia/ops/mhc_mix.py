@@ -7,7 +7,8 @@
     C    = Sinkhorn(softmax_j(m[2S:] scale + base)): C += eps; columns; then (iterations - 1) times rows, columns
 
 Two programs: the product in parts together with the sum of squares (`linear_float32`: X is bf16, fn float32, so three
-exact products), then one thread a row that adds the parts in order and keeps its S x S matrix in registers.
+exact products), then one thread a row that keeps its S x S matrix in registers. Before that, the threads of a block add
+the parts in order, each for one mix of one row: so many loads are under way at once.
 """
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from deepinfer_kernels_nvidia.jit import T, dtype_name, program
 from deepinfer_kernels_nvidia.ops.linear_float32 import matmul_parts, num_parts
 
-_THREADS = 32  # few registers are shared and few rows exist: small blocks spread over the chip
+_THREADS = 128
+_ROWS = 8  # of a block of threads: few rows exist, and small blocks spread over the chip
 
 
 @program
@@ -37,20 +39,32 @@ def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix
         norm_eps: T.float32,
         eps: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows, _THREADS), threads=_THREADS) as block:
-            row = block * _THREADS + T.get_thread_binding()
+        with T.Kernel(T.ceildiv(rows, _ROWS), threads=_THREADS) as block:
+            thread = T.get_thread_binding()
+            sums = T.alloc_shared((_ROWS, mixes + 1), "float32")  # of the mixes, then of squares
             mix = T.alloc_local((mixes,), "float32")
             matrix = T.alloc_local((streams, streams), "float32")
+            held = T.alloc_local((parts,), "float32")
             total = T.alloc_var("float32")
             inverse = T.alloc_var("float32")
-            if row < rows:
-                total = 0.0
+            row = block * _ROWS + thread
+            for step in T.serial(-(-_ROWS * (mixes + 1) // _THREADS)):
+                r, m = (step * _THREADS + thread) // (mixes + 1), (step * _THREADS + thread) % (mixes + 1)
+                if r < _ROWS and block * _ROWS + r < rows:
+                    for part in T.unroll(parts):
+                        if m < mixes:
+                            held[part] = products[part, block * _ROWS + r, m]
+                        else:
+                            held[part] = squares[part, block * _ROWS + r]
+                    total = 0.0
+                    for part in T.unroll(parts):
+                        total += held[part]
+                    sums[r, m] = total
+            T.sync_threads()
+            if thread < _ROWS and row < rows:
                 for m in T.unroll(mixes):
-                    mix[m] = 0.0
-                for part in T.serial(parts):
-                    total += squares[part, row]
-                    for m in T.unroll(mixes):
-                        mix[m] += products[part, row, m]
+                    mix[m] = sums[thread, m]
+                total = sums[thread, mixes]
                 inverse = T.rsqrt(total / (streams * dim) + norm_eps)
                 for m in T.unroll(mixes):
                     mix[m] = mix[m] * inverse * T.cast(scale[m], "float32") + T.cast(base[m], "float32")

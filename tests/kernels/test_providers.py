@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import OPS, Capability, KernelProvider
 from deepinfer_core.kernels.registry import ENTRY_POINT_GROUP
 from deepinfer_kernels_ascend import provider as ascend_module
+from deepinfer_kernels_ascend.coverage import OFFERED as ASCEND_OFFERED
 from deepinfer_kernels_ascend.provider import AscendProvider
 from deepinfer_kernels_nvidia import provider as nvidia_module
 from deepinfer_kernels_nvidia.coverage import OFFERED
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu
 from deepinfer_kernels_nvidia.provider import NvidiaProvider
+from tests.core.model_configs import RELEASE
 
 H200 = Gpu("NVIDIA H200", "GPU-a", (9, 0))
 B200 = Gpu("NVIDIA B200", "GPU-b", (10, 0))
@@ -143,7 +146,7 @@ def test_ascend_devices_are_a_capability(ascend: AscendProvider) -> None:
     assert isinstance(found, Capability)
     assert (found.device, found.arch) == ("npu", "ascend950")
     assert found.summary.startswith("2 x Ascend")
-    assert ascend.load() == {}
+    assert set(ascend.load()) == ASCEND_OFFERED
 
 
 @pytest.mark.bad_input
@@ -171,6 +174,7 @@ def test_what_an_ascend_machine_lacks_is_the_reason(
         AscendProvider(tmp_path / "empty").load()
 
 
-def test_a_provider_without_kernels_refuses_every_operation() -> None:
+def test_ascend_gives_a_reason_for_every_operation_that_it_does_not_offer() -> None:
+    config = ModelConfig.from_dict(RELEASE)
     for op in OPS:
-        assert op in str(AscendProvider().unsupported(op, None, torch.float32))
+        assert (AscendProvider().unsupported(op, config, torch.bfloat16) is None) == (op in ASCEND_OFFERED)

@@ -20,6 +20,7 @@ import torch
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import Capability, Unavailable
+from deepinfer_kernels_ascend.coverage import ROW_INVARIANT, reason_against
 from deepinfer_kernels_ascend.toolchain import cann_problem
 
 SUPPORTED_CHIP = "Ascend950"
@@ -30,9 +31,9 @@ class AscendProvider:
     """Implements `deepinfer_core.kernels.contract.KernelProvider` for Ascend 950."""
 
     name: str = "ascend"
-    cache_form: Literal["plain", "packed"] = "plain"
-    row_invariant_ops: frozenset[str] = frozenset()
-    coded_ops: frozenset[str] = frozenset()
+    cache_form: Literal["plain", "packed"] = "packed"
+    row_invariant_ops: frozenset[str] = ROW_INVARIANT
+    coded_ops: frozenset[str] = frozenset()  # none takes coded weights
 
     def __init__(self, device_folder: Path = _DEVICE_FOLDER) -> None:
         self._device_folder = device_folder
@@ -58,11 +59,23 @@ class AscendProvider:
         chip: str = import_module("torch_npu").npu.get_device_name(0)
         if not chip.startswith(SUPPORTED_CHIP):
             raise KernelError(f"the Ascend kernels cannot run here: the device is {chip}, {SUPPORTED_CHIP} is needed")
-        return {}
+        from deepinfer_kernels_ascend.dispatch import register
+        from deepinfer_kernels_ascend.ops import TABLE  # imports TileLang, which takes seconds
+
+        register()
+        return TABLE
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
         """Say why an operation must come from the reference for this model; None when ours can be used."""
-        return f"this version of deepinfer-kernels-ascend has no kernel for {op}"
+        return reason_against(op, config, dtype)
+
+    def warm(
+        self, config: ModelConfig, progress: Callable[[int, int, str], None], local_experts: int | None = None
+    ) -> None:
+        """Compile every program of this model; see `warm.warm`. Raises KernelError."""
+        from deepinfer_kernels_ascend.warm import warm  # imports TileLang
+
+        warm(config, progress, local_experts)
 
 
 def _device_problem(num_nodes: int) -> str | None:

@@ -168,6 +168,40 @@ def test_kernels_names_the_source_of_every_operation(capsys: pytest.CaptureFixtu
     assert all(op in table for op in OPS)
 
 
+def test_kernels_warm_compiles_for_the_chosen_provider_and_shows_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepinfer_core.kernels import registry
+
+    asked: list[tuple[int, int | None]] = []
+
+    class Provider(registry.NativeProvider):
+        def warm(self, config: Any, progress: Any, local_experts: int | None = None) -> None:
+            asked.append((config.hidden_size, local_experts))
+            for done in range(4):
+                progress(done, 3, "rms_norm" if done < 3 else "")
+
+    provider = Provider(None)
+    choice = registry.KernelChoice("nvidia", provider, "cpu", "one GPU")
+    monkeypatch.setattr(registry, "choose_provider", lambda *_: choice)
+    assert main(["kernels", "--warm", "--local-experts", "2", "--model", MODEL]) == 0
+    assert [experts for _, experts in asked] == [2]
+    assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "--warm has no kernels to compile ahead on cpu"),
+        (["--local-experts", "0"], "--local-experts is 0; 1 .. 65536"),
+    ],
+)
+def test_kernels_warm_says_why_it_cannot(capsys: pytest.CaptureFixture[str], options: list[str], reason: str) -> None:
+    assert main(["kernels", "--warm", "--accelerator", "cpu", "--model", MODEL, *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_doctor_finds_nothing_broken_with_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", MODEL, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)

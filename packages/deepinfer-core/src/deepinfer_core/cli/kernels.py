@@ -1,15 +1,22 @@
-"""`deepinfer kernels`: which operation comes from where, and why."""
+"""`deepinfer kernels`: which operation comes from where, and why; `--warm` compiles everything ahead."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.config.engine import all_settings
 from deepinfer_core.config.env import read_text
 
+if TYPE_CHECKING:
+    from deepinfer_core.config.model import ModelConfig
+    from deepinfer_core.kernels.registry import KernelChoice
+
 __all__ = ["add_parser", "run"]
+
+_MOST_EXPERTS = 1 << 16
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,12 +32,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--cpu-kernels", choices=all_settings()["cpu_kernels"].choices, default="auto", help="as the setting (auto)"
     )
     parser.add_argument("--dtype", choices=all_settings()["dtype"].choices, help="as the setting")
+    parser.add_argument(
+        "--warm", action="store_true", help="compile every kernel of the model ahead, into DEEPINFER_JIT_CACHE_DIR"
+    )
+    parser.add_argument(
+        "--local-experts",
+        type=int,
+        metavar="N",
+        help=f"with --warm: experts a layer that one process holds, 1 .. {_MOST_EXPERTS} (all)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the providers and the table of operations."""
+    """Print the providers and the table of operations. Raises KernelError, ConfigError."""
     import torch
 
     from deepinfer_core.checkpoint.resolve import resolve_model
@@ -41,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     statuses = provider_statuses()
     choice = choose_provider(args.accelerator or read_text("DEEPINFER_ACCELERATOR"), statuses)
     config = ModelConfig.from_folder(resolve_model(args.model, accelerator=choice.name, weights=False))
+    if args.warm:
+        _warm(choice, config, args.local_experts, quiet=args.json)
     dtype = args.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
     _, sources = build_kernels(choice, config, getattr(torch, dtype), cpu_kernels=args.cpu_kernels)
     providers = [
@@ -66,3 +84,23 @@ def run(args: argparse.Namespace) -> int:
     operations = [(source.op, source.provider, source.reason) for source in sources]
     out.print(table_of("Operations", ("operation", "from", "why"), operations))
     return 0
+
+
+def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, *, quiet: bool) -> None:
+    """Compile what the chosen provider runs for this model, with a bar on stderr. Raises KernelError, ConfigError."""
+    from tqdm import tqdm
+
+    from deepinfer_core.errors import ConfigError, KernelError
+
+    if local_experts is not None and not 1 <= local_experts <= _MOST_EXPERTS:
+        raise ConfigError(f"--local-experts is {local_experts}; 1 .. {_MOST_EXPERTS} can be held by a process")
+    warm = getattr(choice.provider, "warm", None)
+    if warm is None:
+        raise KernelError(f"--warm has no kernels to compile ahead on {choice.name} ({choice.reason})")
+    with tqdm(desc="Compiling", unit="kernel", disable=quiet) as bar:
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.total, bar.n = total, done
+            bar.set_postfix_str(name)
+
+        warm(config, show, local_experts)

@@ -20,6 +20,7 @@ notices = st.builds(
     has_work=st.booleans(),
     is_closing=st.booleans(),
     epoch=st.sampled_from([2, 2, 2**60]),
+    num_staged=st.integers(0, 3),
 )
 
 
@@ -37,6 +38,7 @@ def test_all_ranks_agree_on_the_same(given_notices: list[Notice]) -> None:
         drafts=any(one.drafts for one in given_notices),
         pauses=idle,
         closes=idle and all(one.is_closing for one in given_notices),
+        num_staged=min(one.num_staged for one in given_notices),
     )
     assert agreements == [want] * len(given_notices)
 

@@ -3,7 +3,7 @@
     rank 0   | notice: 12 rows | Engram | layer 0 .. | draft stages |        | verdict | next step
     rank 1   | notice:  3 rows | Engram | layer 0 .. | (serves)     | sample | verdict |
     rank 2   | notice: no rows | (serves the rows of the others, layer by layer)       |         a dummy step
-             all_gather, 64 bytes                                               all_gather, 1 byte
+             all_gather, 72 bytes                                               all_gather, 1 byte
 
 Which collectives a step has, how many rows it is padded to and up to how many rows drafts are free in the next one
 follow from all notices, so from the same numbers on every rank, and never from what one rank alone knows. A rank whose

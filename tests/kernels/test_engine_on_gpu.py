@@ -4,6 +4,8 @@ more of the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ def prompts() -> list[list[int]]:
     return [random.integers(11, 3000, int(length)).tolist() for length in random.integers(3, 600, len(PARAMS))]
 
 
-def answers(ids: list[list[int]], params: list[SamplingParams], **settings: object) -> list[list[int]]:
+def answers(ids: list[list[int]], params: list[SamplingParams], **settings: Any) -> list[list[int]]:
     with LLM(model="tiny", accelerator="nvidia", batch_invariant=True, quiet=True, **settings) as llm:
         outputs = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -41,7 +43,7 @@ def together() -> list[list[int]]:
     [{}, {"enforce_eager": True}, {"overlap": False}, {"num_drafts": 0}, {"max_num_seqs": 5}],
     ids=["again", "without graphs", "without overlap", "without drafts", "small batches"],
 )
-def test_tokens_do_not_depend_on_how_they_are_computed(together: list[list[int]], settings: dict[str, object]) -> None:
+def test_tokens_do_not_depend_on_how_they_are_computed(together: list[list[int]], settings: dict[str, Any]) -> None:
     assert answers(prompts(), PARAMS, **settings) == together
 
 

@@ -188,7 +188,7 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2:
     """
     if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
         return run_experts_coded(x, weights, tiles.slot_pair, tiles.tile_expert, w13, w2, limit)
-    _check_dtype(x, w13)
+    w13, w2 = _plain(x, w13, w2)
     (rows, choices), dim = weights.shape, x.shape[1]
     experts, width = w2.shape[0], w2.shape[1]
     out = torch.empty(rows * choices, dim, dtype=x.dtype, device=x.device)
@@ -209,7 +209,7 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """
     if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
         return shared_expert_coded(x, w13, w2, limit)
-    _check_dtype(x, w13)
+    w13, w2 = _plain(x, w13, w2)
     rows, width = x.shape[0], w2.shape[0]
     act = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
@@ -230,6 +230,10 @@ def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
     return out
 
 
-def _check_dtype(x: Tensor, weight: Tensor) -> None:
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise KernelError(f"the expert kernels take bfloat16, not {x.dtype} by {weight.dtype}")
+def _plain(x: Tensor, w13: Weight, w2: Weight) -> tuple[Tensor, Tensor]:
+    """The weights, which must be in bfloat16 as x is."""
+    if isinstance(w13, CodedWeight) or isinstance(w2, CodedWeight):
+        raise KernelError("of an expert's weights one is coded and the other is not")
+    if x.dtype != torch.bfloat16 or w13.dtype != torch.bfloat16:
+        raise KernelError(f"the expert kernels take bfloat16, not {x.dtype} by {w13.dtype}")
+    return w13, w2

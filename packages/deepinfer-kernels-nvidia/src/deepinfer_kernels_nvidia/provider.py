@@ -52,9 +52,11 @@ class NvidiaProvider:
         found = self.probe()
         if isinstance(found, Unavailable):
             raise KernelError(f"the NVIDIA kernels cannot run here: {found.reason}")
-        from deepinfer_kernels_nvidia.ops import TABLE  # imports TileLang, which takes seconds
+        # Both import TileLang, which takes seconds.
+        from deepinfer_kernels_nvidia.libraries import library_table
+        from deepinfer_kernels_nvidia.ops import TABLE
 
-        return TABLE
+        return {**TABLE, **library_table(found.arch)}
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
         """Say why an operation must come from the reference for this model; None when ours can be used."""

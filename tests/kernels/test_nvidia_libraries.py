@@ -20,7 +20,7 @@ WIDTH = 64  # B_TOPK of the library's kernel for 64 heads
 
 @dataclass
 class FlashMla:
-    """deepinfer-flashmla 1.0.0: parameters of flash_mla_interface.py, checks of sparse_decode.cpp, documented result."""
+    """deepinfer-flashmla 1.0.0: parameters of flash_mla_interface.py, checks of sparse_decode.cpp."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
     schedules: list[object] = field(default_factory=list)

@@ -132,6 +132,8 @@ class Site(BaseHTTPRequestHandler):
             "/loop": "/loop",
             "/file": "file:///etc/passwd",
             "/once": "/image",
+            "/nowhere": "http://[",
+            "/umlaut": "/\xfc?\xfc#\xfc",
         }.get(self.path)
         if target is not None:
             self.send_response(302)
@@ -149,6 +151,8 @@ class Site(BaseHTTPRequestHandler):
             self.send_error(503)
         else:
             body = b"x" * (100_000 if self.path == "/long" else 10)
+            if "%" in self.path:
+                body = self.path.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -181,12 +185,18 @@ def test_an_allowed_address_is_fetched_and_followed(site: str) -> None:
     assert only_loopback().fetch(f"{site}/once") == b"x" * 10
 
 
+def test_letters_that_http_cannot_carry_are_percent_encoded(site: str) -> None:
+    assert only_loopback().fetch(f"{site}/\u00e9%20a?q=\u00e9") == b"/%C3%A9%20a?q=%C3%A9"
+    assert only_loopback().fetch(f"{site}/umlaut") == b"/%C3%BC?%C3%BC"
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("path", "kind", "retryable"),
     [
         ("/private", "DestinationRejected", False),
         ("/file", "InvalidUrl", False),
+        ("/nowhere", "InvalidUrl", False),
         ("/loop", "Fetch", False),
         ("/long", "ImageTooLarge", False),
         ("/error", "Fetch", True),
@@ -205,6 +215,27 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(site: str, monkeypatch: py
     with pytest.raises(recipe.ImageError, match=r"over 0\.2 s") as caught:
         only_loopback().fetch(f"{site}/drip")
     assert (caught.value.kind, caught.value.is_retryable) == ("Fetch", True)
+
+
+@pytest.mark.bad_input
+def test_a_handshake_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_TOTAL_TIMEOUT_S", 0.2)
+    left = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc")  # the head of a long handshake record
+            while not left.wait(0.02):
+                connection.sendall(b"\x00")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        with pytest.raises(recipe.ImageError, match=r"over 0\.2 s"):
+            only_loopback().fetch(f"https://127.0.0.1:{listener.getsockname()[1]}/")
+        left.set()
+        thread.join()
 
 
 def test_only_addresses_that_the_filter_allows_are_tried(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +273,8 @@ def test_a_filter_that_does_not_say_true_refuses(answer: Any, site: str) -> None
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "224.0.0.1", "100.64.0.1",
-     "::1", "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::1"],
+     "192.0.0.192", "168.63.129.16", "::1", "fe80::1", "fec0::1", "fc00::1", "::ffff:127.0.0.1", "::127.0.0.1",
+     "::ffff:0:127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::1", "2001:0:7f00:1::1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused_after_resolution(
     address: str, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from deepseek_recipe.checks import require_int_in, require_str, shown
 from deepseek_recipe.errors import ImageError
@@ -34,6 +34,10 @@ _TIMEOUT_S = 10.0
 _TOTAL_TIMEOUT_S = 30.0
 _READ_BYTES = 64 * 2**10
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+# Not private by their numbers, but served by the network of a cloud to its own machines.
+_INSIDE_CLOUDS = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
+_ASCII = bytes(range(128)).decode()
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -79,7 +83,7 @@ class HttpImageFetcher:
             target, body = self._get(parts, deadline_s)
             if body is not None:
                 return body
-            url = urljoin(url, target or "")
+            url = _redirected(url, target or "")
         raise ImageError(f"more than {_MAX_REDIRECTS} redirects", kind="Fetch")
 
     def _copy(self, *, allows: DestinationFilter | None = None, allow_private: bool | None = None) -> HttpImageFetcher:
@@ -94,7 +98,7 @@ class HttpImageFetcher:
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         connection = _PinnedConnection(host, port, self._allowed_addresses(host, port), tls=parts.scheme == "https")
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        path = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_ASCII)
         timer = threading.Timer(max(deadline_s - time.monotonic(), 0.0), connection.shut_down)
         timer.daemon = True
         timer.start()
@@ -189,21 +193,30 @@ class _PinnedConnection(http.client.HTTPConnection):
             raise TimeoutError("out of time")
         self.sock = socket.create_connection((address, self.port), self.timeout)
         if self._tls:
-            self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+            # The handshake comes after the assignment, so that `shut_down` finds the socket that waits in it.
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(self.sock, server_hostname=self.host, do_handshake_on_connect=False)
+            self.sock.do_handshake()
 
 
 def _is_public(address: str) -> bool:
     """Whether an address, and every IPv4 address that a gateway would unpack from it, is of the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    unpacked: list[ipaddress.IPv4Address | ipaddress.IPv6Address | None] = [ip]
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            unpacked = [ip.ipv4_mapped]
-        unpacked.append(ip.sixtofour)
-        unpacked.extend(ip.teredo or ())
-        if ip in _NAT64:
-            unpacked.append(ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF))
-    return all(one.is_global and not one.is_multicast for one in unpacked if one is not None)
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip.is_global and not ip.is_multicast and not any(ip in network for network in _INSIDE_CLOUDS)
+    unpacked = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+    if ip in _NAT64:
+        unpacked.append(ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF))
+    is_wrapped = ip.ipv4_mapped is not None or ip in _NAT64
+    is_public = is_wrapped or (ip in _GLOBAL_UNICAST and ip.is_global)
+    return is_public and all(_is_public(str(one)) for one in unpacked if one is not None)
+
+
+def _redirected(url: str, target: str) -> str:
+    try:
+        return urljoin(url, target)
+    except ValueError as error:
+        raise ImageError(f"redirected to {shown(target)}, which is not a URL: {error}", kind="InvalidUrl") from None
 
 
 def _checked_url(url: str) -> SplitResult:

@@ -67,11 +67,14 @@ class ItemConverter:
         self._known_ids: set[str] = set()
         self._found_names: list[list[str]] = []  # per search of the open group
         self._found_at: list[tuple[int, list[str]]] = []  # (index of the message, names)
+        self._specs_at: dict[str, list[ToolSpec]] = {}  # by the path of the search output
         self.found_specs: list[ToolSpec] = []
 
     def convert(self, items: Sequence[wire.Item | None], out: list[Message]) -> None:
         """Appends the messages of all items to `out`."""
         self._out = out
+        if not self._reader.is_pro:
+            self._read_found(items)
         for index, item in enumerate(items):
             path = f"input[{index}]"
             if self._reader.is_pro and isinstance(item, _SEARCHES):
@@ -82,6 +85,13 @@ class ItemConverter:
                 self._add_input(item, path)
         self._close_turn()
         self._close_group()
+
+    def _read_found(self, items: Sequence[wire.Item | None]) -> None:
+        """Names the tools that searches found, which names of calls in history must not take."""
+        for index, item in enumerate(items):
+            if isinstance(item, wire.ToolSearchOutputItem):
+                path = f"input[{index}]"
+                self._specs_at[path] = self._reader.specs(item.tools, f"{path}.tools", found=True)
 
     def settle_found(self, messages: list[Message], tools: Mapping[str, ToolDefinition]) -> None:
         """Puts the found tools, now defined, into the system messages that make them known."""
@@ -144,7 +154,7 @@ class ItemConverter:
             return ToolCall(item.call_id, item.name, compact({"input": item.input}))
         if isinstance(item, wire.ToolSearchCallItem):
             return ToolCall(item.call_id, TOOL_SEARCH_NAME, compact(item.arguments))
-        name = item.name if item.namespace is None else f"{item.namespace}{self._reader.mark}{item.name}"
+        name = item.name if item.namespace is None else self._reader.name_in_history(item.namespace, item.name)
         return ToolCall(item.call_id, name, item.arguments)
 
     # ---- outputs -----------------------------------------------------------------------------------------------------
@@ -160,9 +170,8 @@ class ItemConverter:
         if call_id not in self._open_ids or call_id in self._results:
             raise ConversionError(f"{path}.call_id: {shown(call_id)} answers no open call of the items directly before")
         if isinstance(item, wire.ToolSearchOutputItem):
-            tools_path = f"{path}.tools"
-            message = ToolMessage(compact(listed_tools(item.tools, tools_path)), call_id)
-            specs = self._reader.specs(item.tools, tools_path, found=True)
+            message = ToolMessage(compact(listed_tools(item.tools, f"{path}.tools")), call_id)
+            specs = self._specs_at[path]
             self.found_specs.extend(specs)
             if specs:
                 self._found_names.append([spec.name for spec in specs])

@@ -3,7 +3,8 @@
 {"type": "namespace", "name": "crm", "description": "CRM", "tools": [{"type": "function", "name": "find", ...}]}
 
 V4.1  crm::find, described as "CRM\\n" + its own description
-V4    crm__find, with its own description; no tool search
+V4    crm__find, with its own description; no tool search. Where the two meet in an underscore anyway nothing is put
+      between them: mcp__crm__ and find are mcp__crm__find
 A full name that is taken gets a number: crm::find_1.
 """
 
@@ -33,12 +34,12 @@ class ToolReader:
 
     def __init__(self, version: ModelVersion, options: ConversionOptions, declared: Sequence[wire.Tool | None]) -> None:
         self.is_pro = version is ModelVersion.DeepseekV4Pro
-        self.mark = protocol_data.V4_NAMESPACE_MARK if self.is_pro else protocol_data.NAMESPACE_MARK
         self._rejects_web_search = options.responses_web_search is WebSearchBehavior.Reject
         # Tools outside namespaces keep their names wherever they stand in the list.
         self._taken = {tool.name for tool in declared if isinstance(tool, (wire.FunctionTool, wire.CustomTool))}
         self._last_number: dict[str, int] = {}
         self._repeated_chars = 0
+        self._names_by_local: dict[tuple[str, str], str] = {}
         self.locals_by_name: dict[str, tuple[str, str]] = {}
 
     def specs(self, tools: Sequence[wire.Tool | None], path: str, *, found: bool = False) -> list[ToolSpec]:
@@ -84,15 +85,34 @@ class ToolReader:
             specs.append(ToolSpec(name, description, inner.parameters, f"{place}.name", inner.strict, found))
         return specs
 
+    def name_in_history(self, namespace: str, local: str) -> str:
+        """The name under which the model sees that it called a tool of a namespace, known or not.
+
+        To be asked for once all tools have been read: theirs come first.
+        """
+        known = self._names_by_local.get((namespace, local))
+        return known or self._free_name(namespace, local)
+
+    def _joined(self, namespace: str, local: str) -> str:
+        if not self.is_pro:
+            return f"{namespace}{protocol_data.NAMESPACE_MARK}{local}"
+        meets_in_underscore = namespace.endswith("_") or local.startswith("_")
+        return f"{namespace}{'' if meets_in_underscore else protocol_data.V4_NAMESPACE_MARK}{local}"
+
     def _full_name(self, namespace: str, local: str) -> str:
-        full = wanted = f"{namespace}{self.mark}{local}"
+        full = self._free_name(namespace, local)
+        self.locals_by_name[full] = (namespace, local)
+        return full
+
+    def _free_name(self, namespace: str, local: str) -> str:
+        full = wanted = self._joined(namespace, local)
         number = self._last_number.get(wanted, 0)  # the numbers below are taken and stay so
         while full in self._taken:
             number += 1
             full = f"{wanted}_{number}"
         self._last_number[wanted] = number
         self._taken.add(full)
-        self.locals_by_name[full] = (namespace, local)
+        self._names_by_local.setdefault((namespace, local), full)
         return full
 
     def _patch_spec(self, tool: wire.CustomTool, path: str, found: bool) -> ToolSpec:

@@ -22,7 +22,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 
 def test_the_documented_settings_and_defaults_are_the_engines() -> None:
-    documented = re.findall(r"^\| `([a-z_]+)` \| `([^`]*)` \|", CONFIGURATION, re.MULTILINE)
+    documented = re.findall(r"^\| `([a-z0-9_]+)` \| `([^`]*)` \|", CONFIGURATION, re.MULTILINE)
     assert documented == [(setting.name, str(setting.default)) for setting in all_settings().values()]
 
 

@@ -62,6 +62,14 @@ def test_a_bad_shape_names_the_path_the_rule_and_the_value(body: str, text: str)
 
 
 @pytest.mark.bad_input
+def test_stop_sequences_have_a_limit_of_characters() -> None:
+    halves = ["a" * 2**15, "b" * 2**15]
+    assert chat(stop=halves).parsing_options.stop_sequences == halves
+    with pytest.raises(recipe.ConversionError, match="stop: 65537 characters are more than the limit of 65536"):
+        chat(stop=[*halves, "c"])
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("request_type", "body", "text"),
     [
@@ -169,6 +177,11 @@ def test_a_request_that_cannot_be_served_names_field_value_and_limit(fields: dic
 def test_messages_errors_have_the_shape_of_their_api_when_asked_for() -> None:
     with pytest.raises(recipe.ConversionError) as caught:
         messages(recipe.ConversionOptions(error_shape="native"), temperature=3)
+    error = {"type": "invalid_request_error", "message": str(caught.value)}
+    assert json.loads(caught.value.body) == {"type": "error", "error": error}
+    converted = messages(recipe.ConversionOptions(error_shape="native"))
+    with pytest.raises(recipe.ConversionError, match="maximum context length is 10 tokens") as caught:
+        converted.resolve_max_tokens(11, 10)
     error = {"type": "invalid_request_error", "message": str(caught.value)}
     assert json.loads(caught.value.body) == {"type": "error", "error": error}
 

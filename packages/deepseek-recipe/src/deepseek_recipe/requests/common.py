@@ -51,6 +51,7 @@ _EFFORTS: dict[str, Effort] = {
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 _MAX_TOOL_NAME_CHARS = 128
 _MAX_STOPS = 16
+_MAX_STOP_CHARS = 2**16  # of all together: the table that finds them takes some 50 bytes a character
 _EMPTY_TURN_ID = re.compile(r"call_[0-9]{2}_ET_")
 _MIN_THINKING_TOP_P = as_f32(0.95)
 
@@ -130,9 +131,11 @@ def resolve_max_tokens(
 
 
 def checked_stop(stop: Sequence[str], field: str) -> list[str]:
-    """At most 16 stop sequences, none of them empty."""
+    """At most 16 stop sequences, none of them empty, of 65,536 characters together."""
     if len(stop) > _MAX_STOPS:
         raise ConversionError(f"{field}: {len(stop)} stop sequences are more than the limit of {_MAX_STOPS}")
+    if (num_chars := sum(map(len, stop))) > _MAX_STOP_CHARS:
+        raise ConversionError(f"{field}: {num_chars} characters are more than the limit of {_MAX_STOP_CHARS}")
     for index, text in enumerate(stop):
         if not text:
             raise ConversionError(f"{field}[{index}]: a stop sequence must not be empty")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deepseek_recipe.checks import require_instance, shown
 from deepseek_recipe.conversation import Conversation, Message, SystemMessage, ToolDefinition
 from deepseek_recipe.enums import ModelVersion, WebSearchBehavior
-from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.errors import ConversionError, anthropic_error_body, openai_error_body
 from deepseek_recipe.requests import wire_messages as wire
 from deepseek_recipe.requests.common import (
     ToolChoice,
@@ -134,6 +134,7 @@ def _convert(
         inference_options=InferenceOptions(**inference),
         parsing_options=parsing,
         stream=bool(body.stream),
+        error_body=anthropic_error_body if options.error_shape == "native" else openai_error_body,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from deepseek_recipe.checks import clipped, require_instance, require_int_in, require_str, shown
 from deepseek_recipe.conversation import Conversation
 from deepseek_recipe.enums import ModelVersion
-from deepseek_recipe.errors import AnswerError, ConversionError
+from deepseek_recipe.errors import AnswerError, ConversionError, openai_error_body
 from deepseek_recipe.json_text import loads
 from deepseek_recipe.requests.echo import ReplySettings
 from deepseek_recipe.schema.limits import DEFAULT_TIME_LIMIT_S, TimeLimit
@@ -117,13 +118,15 @@ class ConversationRequest:
         stream: bool,
         include_usage: bool = False,
         reply_settings: ReplySettings | None = None,
+        error_body: Callable[[str], str] = openai_error_body,
     ) -> ConversationRequest:
-        """A request with everything that a converter knows."""
+        """A request with everything that a converter knows; `error_body` shapes the errors of `resolve_max_tokens`."""
         request = cls.__new__(cls)
         settings = reply_settings or ReplySettings()
         request._settle(
             conversation, model_version, inference_options, parsing_options, stream, include_usage, settings
         )
+        request._error_body = error_body
         return request
 
     def _settle(
@@ -143,6 +146,7 @@ class ConversationRequest:
         self._stream = stream
         self._include_usage = include_usage
         self._reply_settings = reply_settings
+        self._error_body = openai_error_body
 
     @property
     def conversation(self) -> Conversation:
@@ -191,10 +195,11 @@ class ConversationRequest:
         total = prompt_tokens + (requested or 0)
         if total > context_limit:
             parts = f"{prompt_tokens} in the messages" + (f", {requested} in the completion" if requested else "")
-            raise ConversionError(
+            message = (
                 f"This model's maximum context length is {context_limit} tokens, but {total} were requested ({parts}). "
                 "Shorten the messages or ask for fewer tokens."
             )
+            raise ConversionError(message, body=self._error_body(message))
         if requested is not None:
             return max(requested, 1)
         return max(min(self._default_max_tokens(), context_limit - prompt_tokens), 1)

@@ -8,6 +8,7 @@ schema or to a meta-schema, nothing is fetched, and size and time are bounded.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -31,7 +32,8 @@ _INDEX = re.compile("[0-9]{1,9}")
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 16_384
 
-_valid_texts: dict[bytes, None] = {}  # texts of valid schemas, the latest last: tools come again and again
+# An OrderedDict, since `popitem` is one step that no other thread can come between.
+_valid_texts: OrderedDict[bytes, None] = OrderedDict()  # texts of valid schemas, the latest last: tools come again and again
 
 
 def check_schema(schema: Any, limit: TimeLimit | None = None) -> None:
@@ -41,9 +43,9 @@ def check_schema(schema: Any, limit: TimeLimit | None = None) -> None:
         return
     SchemaCheck(schema, limit or TimeLimit()).run()
     if len(text) <= _MAX_REMEMBERED_BYTES:
-        if len(_valid_texts) >= _MAX_REMEMBERED:
-            _valid_texts.pop(next(iter(_valid_texts)), None)
         _valid_texts[text] = None
+        if len(_valid_texts) > _MAX_REMEMBERED:
+            _valid_texts.popitem(last=False)
 
 
 class SchemaCheck:

@@ -32,8 +32,8 @@ _INDEX = re.compile("[0-9]{1,9}")
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 16_384
 
-# An OrderedDict, since `popitem` is one step that no other thread can come between.
-_valid_texts: OrderedDict[bytes, None] = OrderedDict()  # texts of valid schemas, the latest last: tools come again and again
+# Texts of valid schemas, the latest last: tools come again and again. No other thread can come between its `popitem`.
+_valid_texts: OrderedDict[bytes, None] = OrderedDict()
 
 
 def check_schema(schema: Any, limit: TimeLimit | None = None) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_core.errors import ParallelError
-from deepinfer_core.parallel.channel import Channel, Inbox
+from deepinfer_core.parallel.channel import Channel, Inbox, Outbox
 from deepinfer_core.parallel.workers import Workers
 
 PATH = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -140,6 +140,39 @@ def test_an_inbox_hands_out_what_came_and_ends_with_its_peer() -> None:
     inbox.take(10.0)
     assert inbox.is_closed
     inbox.close()
+
+
+def test_an_outbox_waits_for_no_reader_and_loses_nothing() -> None:
+    ours, theirs = (Channel(end, "the other end") for end in socket.socketpair())
+    theirs._socket.settimeout(0.05)  # a minute elsewhere
+    inbox, outbox = Inbox(theirs, exit_after_s=None), Outbox(theirs)
+    sent = [bytes([number]) * 100_000 for number in range(50)]
+    for message in sent:  # more than the sockets hold, and nobody reads
+        outbox.send(message)
+    outbox._thread.join(0.3)
+    assert outbox._thread.is_alive()
+    found: list[bytes] = []
+    closing = threading.Thread(target=outbox.close)
+    closing.start()
+    while len(found) < len(sent):
+        found += ours.read()
+    assert found == sent
+    closing.join(10)
+    assert not closing.is_alive()
+    ours.close()
+    inbox.close()
+
+
+def test_an_outbox_ends_with_its_reader() -> None:
+    ours, theirs = (Channel(end, "the other end") for end in socket.socketpair())
+    inbox, outbox = Inbox(theirs, exit_after_s=None), Outbox(theirs)
+    outbox.send(b"m" * 10_000_000)
+    ours.close()
+    outbox.close()
+    inbox.close()
+    outbox._thread.join(10)
+    with pytest.raises(ParallelError, match="the other end has ended"):
+        outbox.send(b"m")
 
 
 @pytest.mark.bad_input

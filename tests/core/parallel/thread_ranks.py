@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from deepinfer_core.config.engine import EngineConfig, flat_settings, resolve_settings
 from deepinfer_core.config.topology import AXES, Axis, Topology
 from deepinfer_core.errors import ParallelError
-from deepinfer_core.parallel.channel import Channel, Inbox
+from deepinfer_core.parallel.channel import Channel, Inbox, Outbox
 from deepinfer_core.parallel.communicator import Communicator, SoleCommunicator
 from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.assembly import AssembledEngine, assemble_engine
@@ -112,20 +112,22 @@ class ThreadRanks:
 
     def _serve(self, rank: int, inbox: Inbox) -> None:
         engine: AssembledEngine | None = None
+        outbox = Outbox(inbox.channel)
         try:
             start = decode_command(inbox.take(60)[0])
             assert isinstance(start, Start)
             values = {name: tuple(one) if isinstance(one, list) else one for name, one in start.settings.items()}
             engine = assemble_engine(EngineConfig.from_settings(**values), self._world(rank))
             self.engines[rank] = engine
-            RankEngine(engine, inbox).serve()
+            RankEngine(engine, inbox, outbox).serve()
         except Exception as error:
             blamed = error.late_ranks if isinstance(error, ParallelError) else ()
-            if not inbox.is_closed:
-                inbox.channel.send(encode(Failed(f"{type(error).__name__}: {error}", list(blamed))))
+            with suppress(ParallelError):
+                outbox.send(encode(Failed(f"{type(error).__name__}: {error}", list(blamed))))
         finally:
             if engine is not None:
                 engine.close()
+            outbox.close()
             inbox.close()
 
     def _listen(self, rank: int) -> None:

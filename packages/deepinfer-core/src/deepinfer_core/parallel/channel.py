@@ -15,15 +15,17 @@ import struct
 import threading
 import time
 from collections import deque
+from queue import SimpleQueue
 
 from deepinfer_core.errors import ParallelError
 
-__all__ = ["Channel", "Inbox"]
+__all__ = ["Channel", "Inbox", "Outbox"]
 
 _LENGTH = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
 _SEND_TIMEOUT_S = 60.0
+_LOOK_S = 0.1
 
 
 class Channel:
@@ -46,15 +48,21 @@ class Channel:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, message: bytes) -> None:
-        """Raises ParallelError if the other side has ended or does not read."""
+    def send(self, message: bytes, *, is_patient: bool = False) -> None:
+        """Raises ParallelError if the other side has ended or, unless `is_patient`, reads nothing for a minute."""
         if len(message) > _MAX_MESSAGE_BYTES:
             raise ParallelError(f"a message of {len(message)} bytes; at most {_MAX_MESSAGE_BYTES} can be sent")
+        left = memoryview(_LENGTH.pack(len(message)) + message)
         try:
             with self._sending:
-                self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        except TimeoutError as error:
-            raise ParallelError(f"{self.peer} has read nothing for {_SEND_TIMEOUT_S:g} s: is it stopped?") from error
+                while left:
+                    try:
+                        left = left[self._socket.send(left) :]
+                    except TimeoutError as error:
+                        if not is_patient:
+                            raise ParallelError(
+                                f"{self.peer} has read nothing for {_SEND_TIMEOUT_S:g} s: is it stopped?"
+                            ) from error
         except OSError as error:
             raise ParallelError(f"{self.peer} has ended") from error
 
@@ -154,3 +162,35 @@ class Inbox:
                 self._changed.notify_all()
         if self._exit_after_s is not None and not self._ended.wait(self._exit_after_s):
             os._exit(70)  # EX_SOFTWARE; nothing above this frame can be trusted to return
+
+
+class Outbox:
+    """Messages to a front end that may read them whenever it likes: a thread sends them, in order. A rank that waited
+    for a reader would keep all ranks waiting. What waits here is no more than the open requests can say.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: SimpleQueue[bytes | None] = SimpleQueue()
+        self._failure: ParallelError | None = None
+        self._thread = threading.Thread(target=self._run, name="deepinfer-outbox", daemon=True)
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Returns at once. Raises ParallelError if an earlier message could not be sent."""
+        if self._failure is not None:
+            raise self._failure
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Returns when everything has been sent, or the other side (as `Inbox` notices) has ended."""
+        self._waiting.put(None)
+        while self._thread.is_alive() and not self._channel.is_closed:
+            self._thread.join(_LOOK_S)
+
+    def _run(self) -> None:
+        try:
+            while (message := self._waiting.get()) is not None:
+                self._channel.send(message, is_patient=True)
+        except ParallelError as error:
+            self._failure = error

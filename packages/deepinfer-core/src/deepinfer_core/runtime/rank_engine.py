@@ -23,7 +23,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import DeepInferError, ParallelError, PeerError
 from deepinfer_core.outputs import Answer
 from deepinfer_core.outputs.replay import params_from_json
-from deepinfer_core.parallel.channel import Inbox
+from deepinfer_core.parallel.channel import Inbox, Outbox
 from deepinfer_core.parallel.lockstep import Agreement, Notice
 from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.runtime.rank_messages import (
@@ -53,10 +53,10 @@ _EMPTY_STEP_S = 0.001  # after a step in which no rank had a row
 
 
 class RankEngine:
-    """Serves requests that come through `inbox` until it is told to close. Owns neither."""
+    """Serves requests that come through `inbox` until it is told to close. Owns none of what it is given."""
 
-    def __init__(self, engine: AssembledEngine, inbox: Inbox) -> None:
-        self._engine, self._inbox = engine, inbox
+    def __init__(self, engine: AssembledEngine, inbox: Inbox, outbox: Outbox) -> None:
+        self._engine, self._inbox, self._outbox = engine, inbox, outbox
         self._together = engine.runner if isinstance(engine.runner, RankRunner) else None
         self._grammars = GrammarCompiler(engine.tokenizer)
         self._compiling: dict[int, Submit] = {}  # by the front end's number
@@ -246,4 +246,4 @@ class RankEngine:
 
     def _send(self, report: Report) -> None:
         with suppress(ParallelError) if self._is_closing else nullcontext():  # nobody reads what comes after the end
-            self._inbox.channel.send(encode(report))
+            self._outbox.send(encode(report))

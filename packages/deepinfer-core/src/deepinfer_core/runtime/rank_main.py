@@ -18,7 +18,7 @@ import torch
 from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.errors import ParallelError
 from deepinfer_core.kernels.registry import choose_provider
-from deepinfer_core.parallel.channel import Channel, Inbox
+from deepinfer_core.parallel.channel import Channel, Inbox, Outbox
 from deepinfer_core.parallel.launch import Rendezvous
 from deepinfer_core.parallel.launched import join_front_end
 from deepinfer_core.parallel.world import World
@@ -54,6 +54,7 @@ def serve_launched(start_deadline_s: float) -> int:
 
 def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
     """Take the settings from the front end, join the others, load, serve. What goes wrong is told to the front end."""
+    outbox = Outbox(inbox.channel)
     try:
         config = _settings(inbox, meeting.rank)
         device = _device(config, meeting)
@@ -64,7 +65,7 @@ def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
         with World(store, meeting.rank, topology, device, parallel.collective_deadline_s) as world:
             engine = assemble_engine(config, world)
             try:
-                RankEngine(engine, inbox).serve()
+                RankEngine(engine, inbox, outbox).serve()
             finally:
                 engine.close()
     except KeyboardInterrupt:
@@ -72,9 +73,10 @@ def serve_rank(meeting: Rendezvous, inbox: Inbox) -> int:
     except Exception as error:
         blamed = list(error.late_ranks) if isinstance(error, ParallelError) else []
         with suppress(ParallelError):  # the front end may be what failed
-            inbox.channel.send(encode(Failed(f"{type(error).__name__}: {error}", blamed)))
+            outbox.send(encode(Failed(f"{type(error).__name__}: {error}", blamed)))
         return 1
     finally:
+        outbox.close()
         inbox.close()
     return 0
 

@@ -17,7 +17,7 @@ from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.model.moe import moe, serve_experts
 from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.deepep import DeepEpExperts, why_no_deepep
-from deepinfer_core.parallel.experts import LocalExperts
+from deepinfer_core.parallel.experts import LocalExperts, SharedExperts
 from deepinfer_core.parallel.placement_tables import held_experts, placement_tables
 from tests.core.parallel.in_process import on_ranks
 from tests.core.parallel.test_experts import CONFIG, NUM_SLOTS, D, E, K, make_params, make_rows, random_placement
@@ -137,6 +137,35 @@ def test_pairs_travel_as_tokens_and_outputs_have_the_bits_of_one_process(counts:
         if len(x):
             params = as_bfloat16(make_params(1))
             assert torch.equal(y, moe(x.bfloat16(), len(x), None, params, LocalExperts(), 0, origin, CONFIG, REFERENCE))
+
+
+def test_an_observer_is_told_what_all_to_all_would_tell_it() -> None:
+    placement = random_placement(4, 2, E)
+    table = placement_tables([placement], torch.device("cpu"))[0]
+
+    def work(comm: Communicator, kind: str) -> list[tuple[str, int, int]]:
+        told: list[tuple[str, int, int]] = []
+        observer = types.SimpleNamespace(
+            routed=lambda layer, ids: told.append(("routed", layer, len(ids))),
+            experts_begin=lambda layer: told.append(("begin", layer, 0)),
+            experts_end=lambda layer: told.append(("end", layer, 0)),
+        )
+        if kind == "deepep":
+            sizes = {"most_rows": 9, "num_chosen": K, "hidden_size": D}
+            exchange: SharedExperts = DeepEpExperts(comm, {0: table}, NUM_SLOTS, group=comm, **sizes)
+        else:
+            exchange = SharedExperts(comm, {0: table}, NUM_SLOTS)
+        exchange.observer = observer
+        params = as_bfloat16(make_params(1, held_experts([placement], comm.rank)[0]))
+        x, origin = make_rows(comm.rank, 3 + comm.rank)
+        exchange.begin([0])
+        moe(x.bfloat16(), len(x), None, params, exchange, 0, origin, CONFIG, REFERENCE)
+        return told
+
+    for rank in range(2):
+        want = [("routed", 0, 3 + rank), ("begin", 0, 0), ("end", 0, 0)]
+        for kind in ("deepep", "torch"):
+            assert on_ranks(2, lambda comm, kind=kind: work(comm, kind))[rank] == want
 
 
 @pytest.mark.bad_input

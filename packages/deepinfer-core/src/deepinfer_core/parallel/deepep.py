@@ -108,6 +108,8 @@ class DeepEpExperts(SharedExperts):
             do_cpu_sync=True,
         )
         self._sent = _Sent(received, slots_in, weights_in, layer, handle, rows, k)
+        if self.observer is not None:
+            self.observer.experts_begin(layer)
         return self._sent
 
     def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
@@ -115,6 +117,8 @@ class DeepEpExperts(SharedExperts):
         if sent is not self._sent or self._sent is None:
             raise ParallelError("outputs are combined that were not dispatched last; this is a bug in the engine")
         last, self._sent = self._sent, None
+        if self.observer is not None:
+            self.observer.experts_end(last.layer)
         outputs, _, _ = self._buffer.combine(pairs[:, 0].contiguous(), handle=last.handle)
         return outputs.view(last.num_rows, last.num_chosen, pairs.shape[-1])
 

@@ -83,9 +83,13 @@ def test_the_picture_of_the_module_is_true() -> None:
     assert [place.engram for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
 
 
-def test_data_parallel_size_left_open_is_what_the_experts_need() -> None:
+def test_data_parallel_size_left_open_is_what_the_shared_parts_need() -> None:
     assert ParallelConfig(expert_parallel_size=8).topology().data_parallel_size == 8
     assert ParallelConfig(expert_parallel_size=8, context_parallel_size=2).topology().data_parallel_size == 4
+    assert ParallelConfig(expert_parallel_size=3, context_parallel_size=2).topology().data_parallel_size == 3
+    assert ParallelConfig(expert_parallel_size=2, context_parallel_size=4).topology().world_size == 4
+    assert ParallelConfig(expert_parallel_size=4, engram_parallel_size=6).topology().world_size == 12
+    assert ParallelConfig(engram_parallel_size=2).topology().world_size == 2
     assert ParallelConfig(context_parallel_size=4).topology().world_size == 4
     assert ParallelConfig(data_parallel_size=4).topology().expert_parallel_size == 1
 

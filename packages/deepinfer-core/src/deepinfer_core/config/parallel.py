@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -24,7 +25,7 @@ class ParallelConfig:
     """Raises ConfigError for a size out of range and for sizes that do not fit together (`Topology` says which do)."""
 
     data_parallel_size: Annotated[
-        int | None, "groups that each serve their own requests; None = as many as the experts' ranks need"
+        int | None, "groups that each serve their own requests; None = as many as the shared parts need"
     ] = None
     expert_parallel_size: Annotated[int, "ranks that share the experts"] = 1
     context_parallel_size: Annotated[int, "ranks that share a long prompt"] = 1
@@ -48,8 +49,9 @@ class ParallelConfig:
     def topology(self, ranks_per_node: int = 0) -> Topology:
         """Who is what; `ranks_per_node` 0 = all on one node. Raises ConfigError for nodes not filled evenly."""
         size = self.data_parallel_size
-        if size is None:  # the ranks that hold the experts serve requests too
-            size = -(-self.expert_parallel_size // self.context_parallel_size)
+        if size is None:  # the fewest ranks that the shared parts divide; all of them serve requests too
+            shared = math.lcm(self.expert_parallel_size, self.engram_parallel_size)
+            size = shared // math.gcd(shared, self.context_parallel_size)
         return Topology(
             data_parallel_size=size,
             context_parallel_size=self.context_parallel_size,

@@ -187,6 +187,14 @@ def test_weights_that_do_not_fit_name_the_way_out() -> None:
 
 
 @pytest.mark.bad_input
+def test_more_ranks_than_expert_slots_name_the_settings() -> None:
+    with pytest.raises(
+        ConfigError, match=r"decode\.expert_parallel is 1024 .* 448 expert slots.*spare_slots at least 640"
+    ):
+        Cluster(plan(decode={"expert_parallel": 1024, "devices": 1024}), RELEASE, "position")
+
+
+@pytest.mark.bad_input
 def test_a_run_of_too_many_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at most 500,000.*scale_down"):
         Cluster(plan(cluster={"seconds": 86_400.0}), RELEASE, "position")

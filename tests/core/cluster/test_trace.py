@@ -10,7 +10,7 @@ import pytest
 
 from deepinfer_core.cluster.build import Cluster
 from deepinfer_core.cluster.model_work import RELEASE
-from deepinfer_core.cluster.plan_file import ClusterPlan, plan_from_tables
+from deepinfer_core.cluster.plan_file import ClusterPlan, plan_from_tables, read_plan
 from deepinfer_core.cluster.trace import read_trace
 from deepinfer_core.errors import ConfigError
 
@@ -100,3 +100,11 @@ def test_a_trace_that_is_absent_or_empty_is_named(tmp_path: Path) -> None:
     for table in ({}, {"path": 5}, {"path": "x", "rate": 1}):
         with pytest.raises(ConfigError, match="it must have a path"):
             plan_from_tables({"trace": table}, tmp_path)
+
+
+@pytest.mark.bad_input
+def test_files_without_an_end_are_refused() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero, line 1 is longer than 65536 bytes"):
+        read_trace(Path("/dev/zero"))
+    with pytest.raises(ConfigError, match="/dev/zero is too long; a plan has at most"):
+        read_plan(Path("/dev/zero"))

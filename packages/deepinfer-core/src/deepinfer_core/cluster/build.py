@@ -47,6 +47,12 @@ class Cluster:
         fit = calibrate(reading)
         self.prefill_cost = StepCost(work, device_named(plan.prefill.device), plan.prefill.expert_parallel, fit)
         self.decode_cost = StepCost(work, device_named(plan.decode.device), plan.decode.expert_parallel, fit)
+        num_slots, ranks = work.num_experts + plan.balance.spare_slots, plan.decode.expert_parallel
+        if num_slots < ranks:
+            raise ConfigError(
+                f"decode.expert_parallel is {ranks} and a layer has {num_slots} expert slots, one a rank at least; "
+                f"make it at most {num_slots}, or balance.spare_slots at least {ranks - work.num_experts}"
+            )
         self.decode_balance = balance_by_phase(plan.balance, plan.decode.expert_parallel, work.num_experts)
         prefill_balance = balance_by_phase(
             replace(plan.balance, spare_slots=0), plan.prefill.expert_parallel, work.num_experts

@@ -179,9 +179,11 @@ class ClusterPlan:
 def read_plan(path: Path) -> ClusterPlan:
     """The plan of a FILE, TOML or (by its suffix) JSON. Raises ConfigError that names what is wrong in it."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a plan has at most {_MAX_FILE_BYTES}")
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)  # a device may have no end
+        if len(data) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is too long; a plan has at most {_MAX_FILE_BYTES} bytes")
+        text = data.decode()
         tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"the plan {path} cannot be read: {error.strerror or error}") from error

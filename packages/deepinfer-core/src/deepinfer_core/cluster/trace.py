@@ -23,6 +23,7 @@ from deepinfer_core.errors import ConfigError
 __all__ = ["Trace", "read_trace"]
 
 _MAX_FILE_BYTES = 1 << 28
+_MAX_LINE_BYTES = 1 << 16
 _MAX_TOKENS = 1 << 20
 _KEYS = ("time_s", "session", "new_tokens", "output_tokens", "class")
 
@@ -60,10 +61,12 @@ def read_trace(path: Path) -> Trace:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes; a trace has at most {_MAX_FILE_BYTES}")
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    session, asked = _turn(line, f"{path}, line {number}")
+        with path.open("rb") as file:  # by bounded lines: a device may have no end
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > _MAX_LINE_BYTES:
+                    raise ConfigError(f"{path}, line {number} is longer than {_MAX_LINE_BYTES} bytes")
+                if text := line.decode().strip():
+                    session, asked = _turn(text, f"{path}, line {number}")
                     sessions.setdefault(session, []).append(asked)
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from error

@@ -22,6 +22,7 @@ from deepinfer_core.kernels.contract import OPS
 from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
 from tests.core.model_configs import RELEASE
 
+REGISTERS_OF_A_MULTIPROCESSOR = 65536  # SM90 and SM100: a block that asks for more can't be launched
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -161,9 +162,10 @@ def nvcc(jit: ModuleType, source: str, arch: str, folder: Path) -> tuple[str, st
         ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
         # Plain products become the older HMMA on SM100; none of these has run there.
         ("attend", "sm_100a", ("HMMA",)),
-        ("index_scores", "sm_100a", ("QMMA",)),
+        ("index_scores", "sm_100a", ("HMMA",)),  # ptxas turns e4m3 operands into f16 there
         ("write_records", "sm_100a", ("STG",)),
         ("gated", "sm_100a", ("HMMA",)),
+        ("matmul", "sm_100a", ("HMMA", "UTMALDG")),
     ],
 )
 def test_hot_programs_compile_without_spills(
@@ -177,6 +179,10 @@ def test_hot_programs_compile_without_spills(
     source = package.jit.PROGRAMS[name].source(first_variant(variants, name), arch)
     report, code = nvcc(package.jit, source, arch, tmp_path)
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    threads = [int(number) for number in re.findall(r"__launch_bounds__\((\d+)", source)]
+    assert len(registers) == 1
+    assert registers[0] * max(threads) <= REGISTERS_OF_A_MULTIPROCESSOR
     for instruction in instructions:
         assert instruction in code
 

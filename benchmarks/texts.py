@@ -52,7 +52,7 @@ def prompt(kind: str, number: int) -> str:
     if kind == "stories":
         return " ".join(stories.story(rng).split(" ")[:_OPENING_WORDS])
     exchange = _TASKS[number % len(_TASKS)](rng)
-    conversation = Conversation(exchange.messages[:-1], thinking_mode=rng.random() < 0.5)
+    conversation = Conversation(list(exchange.messages[:-1]), thinking_mode=rng.random() < 0.5)
     return "".join(_ENCODING.render_conversation(conversation).segments)
 
 

@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.registry import build_kernels, choose_provider
 from deepinfer_core.model import Backbone, build_batch, build_params
+from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.runtime.rank_slice import release_config
 from deepinfer_core.scheduling.plan import RowKind, StepPlan, TokenSource, Writes
 from tests.fixture_models import FIXTURES
@@ -85,7 +86,9 @@ def compare_tokens(accelerator: str, report: dict[str, Any]) -> bool:
             found[name] = answers(llm, ids, sampling)
             if name == "together":
                 report["operations_from_the_reference"] = [
-                    source.op for source in llm._engine.op_sources if source.provider == "reference"
+                    source.op
+                    for source in cast(AssembledEngine, llm._engine).op_sources
+                    if source.provider == "reference"
                 ]
                 alone = [answers(llm, [ids[i]], [sampling[i]])[0] for i in range(ALONE)]
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

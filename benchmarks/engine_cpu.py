@@ -24,7 +24,7 @@ from measuring import OPENINGS, median_ratio, seconds_of, token_ids, turns, writ
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.config.engine import resolve_settings
 from deepinfer_core.config.scheduler import SchedulerConfig, SpeculationConfig
-from deepinfer_core.runtime.assembly import assemble_engine
+from deepinfer_core.runtime.assembly import AssembledEngine, assemble_engine
 from deepinfer_core.runtime.engine_loop import make_loop
 from deepinfer_core.runtime.simulated import SimulatedDevice
 from deepinfer_core.scheduling.plan import StepPlan
@@ -51,7 +51,7 @@ def bare(rounds: int, num_drafts: int) -> dict[str, Any]:
     plans: list[StepPlan] = []
     twin = assemble_engine(resolve_settings({"model": "tiny"} | settings, {}).config).runner
     with LLM("tiny", **settings) as llm:
-        runner = llm._engine.runner
+        runner = cast(AssembledEngine, llm._engine).runner
         launch = runner.launch
 
         def record(plan: StepPlan) -> Any:

@@ -147,6 +147,22 @@ def test_a_hostile_text_is_refused_in_bounded_time(text: bytes) -> None:
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" + b",".join([b"1" * 308] * 20_000) + b"]",
+        b'["' + (b" " * 50 + b"-0}") * 100_000 + b'"]',
+        b'["' + b" " * 5_000_000 + b"-0}" + b'"]',
+    ],
+    ids=["long integers", "no minus zeros", "blanks"],
+)
+def test_a_hostile_text_is_read_in_bounded_time(text: bytes) -> None:
+    start_s = time.process_time()
+    assert len(loads_body(text)) > 0
+    assert time.process_time() - start_s < 3
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize("read", [loads, loads_body])
 @pytest.mark.parametrize("num_digits", [310, 400, 4_299, 4_301, 100_000])
 def test_an_integer_beyond_the_doubles_is_refused(read: Any, num_digits: int) -> None:

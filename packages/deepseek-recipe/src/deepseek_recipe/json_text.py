@@ -51,8 +51,9 @@ _READER_PATH = re.compile(r" - at `\$.*`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _BYTE_OFFSET = re.compile(r" \(byte (\d+)\)$")
 _MINUS_ZERO = re.compile(rb"-0(?=[ \t\n\r]*(?:[,\]}]|$))")
+_MINUS_ZERO_VALUE = re.compile(rb"(?:^|[:\[,])[ \t\n\r]*" + _MINUS_ZERO.pattern)
 _LONG_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # a set first is what `re` looks for fast
-_HUGE_INTEGER = re.compile(rb"[0-9][0-9]{308}")
+_HUGE_INTEGER = re.compile(rb"(?<![0-9])[0-9]{309}")  # tried once a number, not once a digit
 _SAMPLED_DIGITS = re.compile(rb"[0-9]{6}")
 _DECIMAL_WRITTEN = re.compile(r"[0-9](?:\.[0-9]|e|[0-9]{18})")  # perhaps a number that msgspec writes otherwise
 _LONG_INTEGER_WRITTEN = re.compile("[0-9][0-9]{18}")
@@ -226,13 +227,7 @@ def _check_depth(value: Any, data: bytes) -> None:
 
 def _has_minus_zero(data: bytes) -> bool:
     """Whether a number of the text may be -0, which the fast reader gives back as 0 (text in strings may match too)."""
-    for match in _MINUS_ZERO.finditer(data):
-        before = match.start() - 1
-        while before >= 0 and data[before] in b" \t\n\r":
-            before -= 1
-        if before < 0 or data[before] in b":[,":
-            return True
-    return False
+    return _MINUS_ZERO.search(data) is not None and _MINUS_ZERO_VALUE.search(data) is not None
 
 
 def _has_huge_integer(data: bytes) -> bool:

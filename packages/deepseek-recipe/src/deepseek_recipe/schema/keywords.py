@@ -32,6 +32,7 @@ _URI_REFERENCE = re.compile(  # RFC 3986, section 4.1
     rf"(?://(?:[{_SEGMENT}]*@)?(?:\[[0-9A-Za-z:.]*\]|[{_SEGMENT.replace(':@', '')}]*)(?::[0-9]*)?(?![^/?#])|(?!//))"
     rf"[{_SEGMENT}/]*(?:\?[{_SEGMENT}/?]*)?(?:#[{_SEGMENT}/?]*)?"
 )
+_MAX_URI_CHARS = 65_536
 _PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
@@ -120,7 +121,13 @@ def _array(check: SchemaCheck, value: Any, path: Path, base: str) -> None:
 
 def _enum(check: SchemaCheck, value: Any, path: Path, base: str) -> None:
     _array(check, value, path, base)
-    if check.draft == 4 and (not value or len({compact(item) for item in value}) != len(value)):
+    if check.draft != 4:  # the later ones only recommend the rest
+        return
+    texts: set[str] = set()
+    for item in value:
+        check.limit.check()
+        texts.add(compact(item))
+    if not value or len(texts) != len(value):
         check.fail(value, path, "a non-empty array of different values")
 
 
@@ -154,6 +161,8 @@ def _pattern(check: SchemaCheck, value: Any, path: Path, base: str) -> None:
 
 def _uri(check: SchemaCheck, value: Any, path: Path, base: str) -> None:
     _string(check, value, path, base)
+    if len(value) > _MAX_URI_CHARS:
+        check.fail(value, path, f"a URI reference of at most {_MAX_URI_CHARS} characters")
     if _URI_REFERENCE.fullmatch(value) is None or _PERCENT.search(value):
         check.fail(value, path, "a URI reference (other characters are written as % and two digits)")
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args as parse_torchrun
 
 from deepinfer_core.cli import main
 from tests.core.harness import FIXTURES
@@ -25,7 +26,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
 
 def test_one_node_needs_no_address(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = printed(capsys, "--print", "generate", "The sea", "--expert-parallel-size", "4", "--temperature", "0")
-    options = ["--nnodes=1", "--nproc-per-node=4", "--max-restarts=0", "--standalone", "-m", "deepinfer_core.cli"]
+    options = ["--nnodes=1", "--nproc-per-node=4", "--max-restarts=0", "--standalone", "-m", "--", "deepinfer_core.cli"]
     flags = ["generate", "The sea", "--expert-parallel-size", "4", "--temperature", "0"]
     assert line == [sys.executable, *TORCHRUN, *options, *flags]
 
@@ -47,6 +48,15 @@ def test_a_script_is_launched_with_the_ranks_that_it_is_given(
     (line,) = printed(capsys, "--ranks", "2", "--print", str(script), "--its-own", "flag")
     assert line[-3:] == [str(script), "--its-own", "flag"]
     assert "--nproc-per-node=2" in line
+
+
+def test_flags_of_the_command_are_no_flags_of_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "The sea", "--n", "2", "--ma", "--print", "--expert-parallel-size", "4"]
+    (line,) = printed(capsys, "--print", *words)
+    parsed = parse_torchrun(line[3:])
+    assert (parsed.training_script, parsed.training_script_args) == ("deepinfer_core.cli", words)
+    assert parsed.module
+    assert parsed.nproc_per_node == "4"
 
 
 @pytest.mark.bad_input

@@ -40,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "launch",
         help="run a command on several nodes",
         description="Run a deepinfer command or a Python script on one process a rank, with torchrun.",
+        allow_abbrev=False,  # flags of the command that begin like these are its own
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that take part (1)")
     parser.add_argument("--node-rank", type=int, metavar="N", help="number of this machine, from 0")
@@ -91,7 +92,8 @@ def torchrun_command(
     else:
         host, port = _address(master)
         command += [f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
-    return [*command, *(["-m", "deepinfer_core.cli"] if what[0] in _COMMANDS else []), *what]
+    # Behind "--" torchrun looks for no flags of its own: it would take --n for the beginning of several.
+    return [*command, *(["-m", "--", "deepinfer_core.cli"] if what[0] in _COMMANDS else ["--"]), *what]
 
 
 def _address(master: str) -> tuple[str, int]:

@@ -193,6 +193,43 @@ def test_a_check_ends_in_time(check: Any, schema: Any) -> None:
     check(schema, TimeLimit(100.0, Clock()))
 
 
+D4, D7 = "http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-07/schema"
+D2019, D2020 = "https://json-schema.org/draft/2019-09", "https://json-schema.org/draft/2020-12"
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_accepted"),
+    [
+        ({"$ref": f"{D2020}/schema#meta"}, True),
+        ({"$ref": f"{D2020}/meta/core#/$defs/anchorString"}, True),
+        ({"$ref": f"{D2020}/schema#/$defs/x"}, False),
+        ({"$ref": f"{D2020}/schema#nope"}, False),
+        ({"$ref": f"{D2020}/meta/nope"}, False),
+        ({"$ref": D7}, False),  # the meta-schema of another draft
+        ({"$schema": D7, "$ref": f"{D7}#/definitions/nonNegativeInteger"}, True),
+        ({"$schema": D7, "$ref": f"{D2020}/schema"}, False),
+        ({"$schema": f"{D2019}/schema", "$ref": f"{D2019}/meta/format"}, True),
+        ({"$schema": f"{D2019}/schema", "$recursiveRef": "#", "$recursiveAnchor": True}, True),
+        ({"$schema": f"{D2019}/schema", "$recursiveRef": "a b"}, False),
+        ({"$schema": f"{D2019}/schema", "$recursiveAnchor": 5}, False),
+        ({"$recursiveAnchor": True}, False),
+        ({"$schema": ""}, True),
+        ({"$schema": "http://json-schema.org/schema#"}, True),
+        ({"$schema": D7.replace("http", "https"), "if": 5}, False),
+        ({"$schema": f"{D2020}/schema".replace("https", "http"), "prefixItems": 5}, False),
+        ({"$schema": f"{D7}##"}, False),
+        ({"$schema": f"{D4}##", "if": 5}, True),
+        ({"$schema": "ftp" + D7[4:]}, False),
+    ],
+)
+def test_a_schema_may_name_its_draft_and_refer_to_its_meta_schemas(schema: Any, is_accepted: bool) -> None:
+    if is_accepted:
+        check_schema(schema)
+    else:
+        with pytest.raises(SchemaError):
+            check_schema(schema)
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("keyword", ["$id", "$ref", "$dynamicRef"])
 def test_an_endless_reference_is_refused_before_it_is_taken_apart(keyword: str) -> None:

@@ -39,6 +39,8 @@ def check_json_answer(text: str, schema: Any, limit: TimeLimit | None = None) ->
     Raises: AnswerError names the place and the rule; SchemaError for a schema that is none or cannot be checked here,
     and when the time is over.
     """
+    from referencing.exceptions import Unresolvable
+
     limit = limit or TimeLimit()
     check_schema(schema, limit)
     try:
@@ -49,6 +51,8 @@ def check_json_answer(text: str, schema: Any, limit: TimeLimit | None = None) ->
         for error in _validator(schema, limit).iter_errors(value):
             place = "/".join(["#", *map(str, error.absolute_path)])
             raise AnswerError(f"{clipped(place)}: {clipped(error.message)}")
+    except Unresolvable as error:
+        raise SchemaError(f"a reference of the schema cannot be checked here: {clipped(str(error))}") from None
     except RecursionError:
         raise SchemaError("the answer or its schema is nested too deep to be checked here") from None
 

@@ -2,7 +2,7 @@
 
 The rules are those of the meta-schemas of drafts 4, 6, 7, 2019-09 and 2020-12 (the default), as tables in `keywords`,
 so that checking a tool costs microseconds. Beyond them: patterns must be valid, every `$ref` must resolve inside the
-schema or to a meta-schema, nothing is fetched, and size and time are bounded.
+schema or to a meta-schema of its draft, nothing is fetched, and size and time are bounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from deepseek_recipe.schema.limits import MAX_NODES, SchemaError, TimeLimit
 
 __all__ = ["check_schema", "draft_of"]
 
-_DRAFTS = {
-    "http://json-schema.org/draft-04/schema": 4,
-    "http://json-schema.org/draft-06/schema": 6,
-    "http://json-schema.org/draft-07/schema": 7,
-    "https://json-schema.org/draft/2019-09/schema": 2019,
-    "https://json-schema.org/draft/2020-12/schema": 2020,
+# The folder of the meta-schemas of a draft. Declarations may write http for https, and the reverse.
+_FOLDERS = {
+    4: "http://json-schema.org/draft-04/",
+    6: "http://json-schema.org/draft-06/",
+    7: "http://json-schema.org/draft-07/",
+    2019: "https://json-schema.org/draft/2019-09/",
+    2020: "https://json-schema.org/draft/2020-12/",
 }
+_DRAFTS = {f"{folder.partition(':')[2]}schema": draft for draft, folder in _FOLDERS.items()}
+_DRAFTS["//json-schema.org/schema"] = 2020  # whichever is the latest
 _INDEX = re.compile("[0-9]{1,9}")
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 16_384
@@ -111,21 +114,20 @@ class SchemaCheck:
     def _resolve(self, reference: str, base: str, path: Path) -> None:
         self.limit.check()
         target, fragment = urldefrag(urljoin(base, reference)) if base else urldefrag(reference)
-        if target in _DRAFTS:
-            return
-        if target not in self._resources:
+        is_own = target in self._resources
+        value = self._resources[target] if is_own else _meta_schema(target, self.draft)
+        if value is _MISSING:
             raise SchemaError(f"{_pointer(path)}: {shown(reference)} is not in this schema, and nothing is fetched")
         if fragment and not fragment.startswith("/"):
-            if f"{target}#{fragment}" not in self._anchors:
+            if not (f"{target}#{fragment}" in self._anchors if is_own else value.get("$dynamicAnchor") == fragment):
                 raise SchemaError(f"{_pointer(path)}: no anchor is named {shown(fragment)}")
             return
-        value = self._resources[target]
         for step in unquote(fragment).split("/")[1:]:
             value = _step(value, step.replace("~1", "/").replace("~0", "~"))
             if value is _MISSING:
                 raise SchemaError(f"{_pointer(path)}: {shown(reference)} points at nothing")
         if is_object(value):
-            if id(value) not in self._seen:  # it stands where no keyword looks for a schema
+            if is_own and id(value) not in self._seen:  # it stands where no keyword looks for a schema
                 self.schema(value, path, target)
         elif not isinstance(value, bool):
             raise SchemaError(f"{_pointer(path)}: {shown(reference)} does not point at a schema")
@@ -136,7 +138,7 @@ class SchemaCheck:
                 raise SchemaError(f"{_pointer(path)}: {exclusive} needs {bound}")
 
 
-_MISSING = object()
+_MISSING: Any = object()
 
 
 def _step(value: Any, name: str) -> Any:
@@ -147,14 +149,26 @@ def _step(value: Any, name: str) -> Any:
     return _MISSING
 
 
+def _meta_schema(address: str, draft: int) -> Any:
+    """A meta-schema of `draft`, or one of its vocabularies; they come with the jsonschema library."""
+    if not address.startswith(_FOLDERS[draft]):
+        return _MISSING
+    from jsonschema_specifications import REGISTRY  # pyright: ignore[reportMissingTypeStubs] - it has none
+
+    resource = REGISTRY.get(address)
+    return _MISSING if resource is None else resource.contents
+
+
 def draft_of(schema: Any) -> int:
     """The draft that a schema declares (4, 6, 7, 2019 or 2020), the latest if it declares none."""
     declared = schema.get("$schema") if is_object(schema) else None
-    if not isinstance(declared, str):
+    if not isinstance(declared, str) or declared in ("", "#"):
         return 2020
-    draft = _DRAFTS.get(declared.rstrip("#"))
-    if draft is None:
-        raise SchemaError(f"$schema: {shown(declared)} is no known meta-schema; use one of {', '.join(_DRAFTS)}")
+    scheme, _, address = declared.partition(":")
+    draft = _DRAFTS.get(address.rstrip("#")) if scheme in ("http", "https") else None
+    if draft is None or (declared.endswith("##") and draft != 4):
+        known = ", ".join(f"{folder}schema" for folder in _FOLDERS.values())
+        raise SchemaError(f"$schema: {shown(declared)} is no known meta-schema; use one of {known}")
     return draft
 
 

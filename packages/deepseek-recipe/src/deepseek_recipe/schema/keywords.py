@@ -233,6 +233,8 @@ _DRAFT2019: dict[str, Rule] = {
     **dict.fromkeys(("$defs", "dependentSchemas"), _schema_map),
     **dict.fromkeys(("maxContains", "minContains"), _count),
     "$anchor": _anchor,
+    "$recursiveAnchor": _boolean,
+    "$recursiveRef": _uri,  # it leads to the root whatever it says
     "$vocabulary": _vocabulary,
     "dependentRequired": _string_list_map,
     "deprecated": _boolean,
@@ -241,6 +243,8 @@ _DRAFT2020: dict[str, Rule] = {
     **_DRAFT2019,
     "$dynamicAnchor": _anchor,
     "$dynamicRef": _reference,
+    "$recursiveAnchor": _anchor,  # of the draft before, without a meaning here
+    "$recursiveRef": _string,
     "items": _schema,
     "prefixItems": _schemas,
 }

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from deepinfer_core.scheduling.budget import accumulate_positions
 from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
 __all__ = ["UNKNOWN_SURVIVAL", "AcceptanceMeter"]
@@ -70,7 +71,7 @@ class AcceptanceMeter:
         line = (self._intercept + self._slope * survival).astype(np.float32, copy=False)
         np.copyto(line, self._mean, where=survival > 1.0)
         np.clip(line, 0.0, 1.0, out=line)
-        return np.minimum.accumulate(line, axis=0)
+        return accumulate_positions(np.minimum, line)
 
     @property
     def has_collapsed(self) -> bool:

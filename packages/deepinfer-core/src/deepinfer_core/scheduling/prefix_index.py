@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
+import numpy as np
+
 from deepinfer_core.config.scheduler import BLOCK_TOKENS
 from deepinfer_core.scheduling.plan import Int64Array, UInt8Array
 
@@ -25,6 +27,7 @@ __all__ = ["LAYOUT_VERSION", "Hit", "HitSource", "PrefixHasher", "PrefixIndex"]
 
 LAYOUT_VERSION = 1  # of what lies in a block; a new layout makes old keys miss
 _KEY_BYTES = 32
+_KEY_DTYPE = np.dtype("<i8")  # of token ids in a key, on every machine
 
 
 class PrefixHasher:
@@ -44,7 +47,7 @@ class PrefixHasher:
 
     def extend(self, parent: bytes, token_ids: Int64Array, identity: UInt8Array | None = None) -> bytes:
         """Key of the block that follows `parent` and holds exactly these BLOCK_TOKENS tokens."""
-        body = parent + token_ids.astype("<i8").tobytes()
+        body = parent + token_ids.astype(_KEY_DTYPE, copy=False).tobytes()
         if identity is not None and identity.any():
             body += identity.tobytes()
         return self._hash(body)

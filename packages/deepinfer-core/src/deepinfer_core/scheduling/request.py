@@ -176,6 +176,9 @@ class StepOutputs:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """(request number, tokens) of each request that got tokens."""
-        rows: list[list[int]] = self.tokens.tolist()
-        for number, row, count in zip(self.number.tolist(), rows, self.num_tokens.tolist(), strict=True):
-            yield number, row[:count]
+        kept = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
+        tokens: list[int] = self.tokens[kept].tolist()  # one list of all, cut below: half the work of a list a row
+        begin = 0
+        for number, end in zip(self.number.tolist(), np.cumsum(self.num_tokens).tolist(), strict=True):
+            yield number, tokens[begin:end]
+            begin = end

@@ -132,10 +132,12 @@ class _Rows:
     def of_decode(cls, index: Int64Array) -> _Rows:
         """`index` [R] = row within its segment, which is its place in the held block."""
         num_rows = len(index)
+        kind = np.full(num_rows, RowKind.DRAFT, np.uint8)
+        kind[index == 0] = RowKind.DECODE
         return cls(
             token=index.copy(),
             source=np.full(num_rows, TokenSource.HELD, np.uint8),
-            kind=np.where(index == 0, np.uint8(RowKind.DECODE), np.uint8(RowKind.DRAFT)),
+            kind=kind,
             content=np.full(num_rows, Content.TEXT, np.uint8),
             writes=np.full(num_rows, _BOTH, np.uint8),
             sample=np.ones(num_rows, np.bool_),

@@ -107,6 +107,22 @@ def test_two_processes_answer_as_one_does(alone: LLM, group: LLM) -> None:
     assert all(counters[f"rank_{rank}"]["output_tokens"] > 0 for rank in range(2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_size": 4, "expert_parallel_size": 4, "engram_parallel_size": 4},
+        {"data_parallel_size": 2, "context_parallel_size": 2, "expert_parallel_size": 4},
+    ],
+    ids=["each has requests of its own", "pairs share long prompts"],
+)
+def test_four_processes_answer_as_one_does(alone: LLM, sizes: dict[str, Any]) -> None:
+    want = ask(alone)
+    with LLM(MODEL, **SETTINGS, **sizes) as llm:
+        for _ in range(2):  # the second time with prefix hits
+            assert [output.outputs for output in ask(llm)] == [output.outputs for output in want]
+
+
 def test_a_rank_reads_its_own_experts_and_engram_rows_only(alone: LLM, group: LLM) -> None:
     whole = alone._engine.loaded_bytes  # type: ignore[attr-defined] # an engine in this process
     ready = front_end_of(group).ready

@@ -84,6 +84,8 @@ def test_operation_equals_the_reference(case: Case, rows: int, provider: _Provid
     expected = case.run(REFERENCE, *oracle_inputs)
     actual = case.run(provider.table, row_inputs, shared)
     tolerance = contract.float32_tolerance if dtype == torch.float32 else contract.bfloat16_tolerance
+    if case.coded:
+        tolerance = contract.coded_tolerance
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape
         if exact:

@@ -3,7 +3,8 @@
     load [L, E] of the window ─► plan from the placement in force ─► layers whose gain exceeds its cost ─► token split
 
 What earlier rearrangements turned out to bring of what they promised lowers what the next ones are trusted with:
-of a load that drifts fast, a gain measured on the last window is half gone in the next.
+of a load that drifts fast, a gain measured on the last window is half gone in the next. A window without moves restores
+some of the trust, or a balancer that was misled for a while would rest for ever.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["BalanceDecision", "BalancePolicy"]
 type FloatArray = NDArray[np.float64]
 
 _TRUST_IN_NEWEST = 0.5  # of an exponential mean
+_TRUST_REGAINED = 0.1  # of what is missing of it, a window without moves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,7 @@ class BalancePolicy:
     def _learn(self, now: FloatArray) -> None:
         """Compare what the last rearrangement promised with what its first window had, in time lost to imbalance."""
         if self._promised is None:
+            self.lasting_share += _TRUST_REGAINED * (1 - self.lasting_share)
             return
         promised = float((1 / self._promised.before - 1 / self._promised.after).sum())
         brought = float((1 / self._promised.before - 1 / now).sum())

@@ -98,6 +98,36 @@ def test_the_answers_to_one_request_have_indices_and_make_one_response() -> None
     assert (whole["usage"]["completion_tokens"], whole["usage"]["total_tokens"]) == (10, 17)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "first", "message"),
+    [
+        (
+            {"content": "2 + 2 is"},
+            {"role": "assistant", "content": "", "reasoning_content": None},
+            {"role": "assistant", "content": "t"},
+        ),
+        (
+            {"content": "", "reasoning_content": "so"},
+            {"role": "assistant", "content": None, "reasoning_content": ""},
+            {"role": "assistant", "content": None, "reasoning_content": "t"},
+        ),
+    ],
+    ids=["content", "reasoning"],
+)
+def test_a_continued_answer_starts_with_what_is_continued(prefix: Any, first: Any, message: Any) -> None:
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "prefix": True, **prefix}]
+    body = {"model": "DeepSeek-V4.1-Flash", "messages": turns, "thinking": {"type": "enabled"}}
+    request = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    generator = recipe.ChatCompletionRequest.chunk_generator(request, "id", "model")
+    processor = recipe.StreamProcessor(generator, request.parsing_options)
+    events = processor.push(Chunk.text("t"))
+    assert events[0].to_dict()["choices"][0]["delta"] == first
+    response = recipe.ChatCompletionResponse("id", "model", 0, 0, 0)
+    for event in events:
+        response.accumulate(event)
+    assert response.to_dict()["choices"][0]["message"] == message
+
+
 @API_INDEX
 def test_an_accumulated_event_is_consumed(api: int) -> None:
     event = events_of(api, "a")[0]

@@ -97,11 +97,13 @@ class ChatCompletionRequest(ProtocolRequest[wire.ChatBody]):
         from deepseek_recipe.streaming.chat import ChatCompletionChunkGenerator
 
         require_instance("request", request, ConversationRequest)
+        stage = request.parsing_options.thinking_initial_stage
         return ChatCompletionChunkGenerator(
             id,
             model,
             request.conversation.thinking_mode,
             reports_null_usage=request.include_usage or not request.stream,
+            starts_in_reasoning=stage is not None and stage.starts_in_reasoning(),
             choice_index=choice_index,
         )
 

@@ -1,6 +1,7 @@
 """Chat Completions: chunks of a stream, and the complete response.
 
 start  {"role": "assistant", "content": null, "reasoning_content": ""}      thinking
+       {"role": "assistant", "content": "", "reasoning_content": null}      thinking, in an answer whose content goes on
        {"role": "assistant", "content": ""}                                 not thinking
 parts  {"content": null, "reasoning_content": "..."}   {"content": "...", "reasoning_content": null}
        {"tool_calls": [{"index": 0, "id": ..., "type": "function", "function": {"name": ..., "arguments": ""}}]}
@@ -42,7 +43,7 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
     """Events of Chat Completions; `ChatCompletionRequest.chunk_generator` builds one for a request.
 
     `reports_null_usage`: chunks before the last carry `usage: null`, as with `stream_options.include_usage` or when
-    nothing is streamed. `choice_index`: which of the `n` answers to a request this is; each has its own generator.
+    nothing is streamed. `starts_in_reasoning`: what the output begins with when thinking. `choice_index`: which of the `n` answers to a request this is; each has its own generator.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
         thinking_mode: bool,
         *,
         reports_null_usage: bool = False,
+        starts_in_reasoning: bool = True,
         choice_index: int = 0,
     ) -> None:
         super().__init__(id, model, thinking_mode)
         require_int_in("choice_index", choice_index, 0, _MAX_CHOICE_INDEX)
         self._choice_index = choice_index
         self._reports_null_usage = reports_null_usage
+        self._starts_in_reasoning = thinking_mode and starts_in_reasoning
         self._fingerprint: str | None = None
         self._shapes: dict[PartKind, DeltaShape] = {}
 
@@ -67,11 +70,12 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
             PartKind.REASONING: self._shape("reasoning_content", '{"content":null,"reasoning_content":', "}"),
             PartKind.CONTENT: self._shape("content", '{"content":', ',"reasoning_content":null}'),
         }
-        first: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": ""}
         if not self._is_thinking:
             self._shapes[PartKind.CONTENT] = self._shape("content", '{"content":', "}")
-            first = {"role": "assistant", "content": ""}
-        return [self._chunk(first)]
+        first = self._content_delta("")
+        if self._starts_in_reasoning:
+            first = {"content": None, "reasoning_content": ""}
+        return [self._chunk({"role": "assistant", **first})]
 
     def delta(self, kind: PartKind, text: str) -> ChatCompletionChunk:
         if kind is PartKind.REASONING and text:
@@ -203,7 +207,7 @@ class _Choice:
     """One answer under construction."""
 
     def __init__(self) -> None:
-        self._text: dict[str, list[str] | None] = {}
+        self._text: dict[str, list[str]] = {}
         self._calls: dict[int, tuple[dict[str, Any], list[str]]] = {}
         self._logprobs: dict[str, list[Any]] = {}
         self._finish_reason: str | None = None
@@ -216,7 +220,7 @@ class _Choice:
     def to_dict(self, index: int) -> dict[str, Any]:
         """The choice so far."""
         message: dict[str, Any] = {"role": "assistant", "content": None}
-        message |= {field: None if pieces is None else "".join(pieces) for field, pieces in self._text.items()}
+        message |= {field: "".join(pieces) for field, pieces in self._text.items()}
         if self._calls:
             message["tool_calls"] = [_with_arguments(call, pieces) for call, pieces in self._calls.values()]
         return {
@@ -234,18 +238,14 @@ class _Choice:
             self._logprobs.setdefault(field, []).extend(entries)
         delta = choice.get("delta", {})
         for field in ("content", "reasoning_content"):
-            if field in delta:
+            if delta.get(field) is not None:
                 self.add_text(field, delta[field])
         for call in delta.get("tool_calls", ()):
             self._add_call(call)
 
-    def add_text(self, field: str, text: str | None) -> None:
+    def add_text(self, field: str, text: str) -> None:
         """Adds to the content or the reasoning."""
-        pieces = self._text.setdefault(field, None)
-        if text is not None:
-            if pieces is None:
-                pieces = self._text[field] = []
-            pieces.append(text)
+        self._text.setdefault(field, []).append(text)
 
     def call(self, index: int) -> tuple[dict[str, Any], list[str]]:
         """The header and the pieces of the arguments of a call."""

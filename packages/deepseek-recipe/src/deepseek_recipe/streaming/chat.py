@@ -43,7 +43,8 @@ class ChatCompletionChunkGenerator(ChunkGenerator):
     """Events of Chat Completions; `ChatCompletionRequest.chunk_generator` builds one for a request.
 
     `reports_null_usage`: chunks before the last carry `usage: null`, as with `stream_options.include_usage` or when
-    nothing is streamed. `starts_in_reasoning`: what the output begins with when thinking. `choice_index`: which of the `n` answers to a request this is; each has its own generator.
+    nothing is streamed. `starts_in_reasoning`: what the output begins with when thinking. `choice_index`: which of the
+    `n` answers to a request this is; each has its own generator.
     """
 
     def __init__(

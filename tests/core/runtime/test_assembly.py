@@ -1,4 +1,4 @@
-"""An engine is refused before a long load where the weights can't fit, and says what open settings became."""
+"""An engine is refused before a long load where the weights can't fit; it shows its settings and what they became."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_core import LLM
+from deepinfer_core.config.engine import all_settings
 from deepinfer_core.errors import CapacityError, KernelError
 from deepinfer_core.kernels.registry import KernelChoice
 from tests.core.harness import FIXTURES
@@ -41,12 +42,29 @@ def test_weights_that_cannot_fit_are_not_fetched_from_the_hub(tmp_path: Path, mo
     assert asked == [["*.json"]]
 
 
-def test_the_start_says_what_open_settings_became(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_shows_every_setting_the_memory_and_what_open_settings_became(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "2")
     with LLM(MODEL, max_model_len=96, max_num_seqs=2, draft_schedule="fixed", cpu_kernels="reference"):
         pass
     text = capsys.readouterr().err
+    assert all(f" {name}=" in text for name in all_settings())
+    assert "max_num_seqs=2 (argument)" in text
+    assert "num_drafts=2 (DEEPINFER_USE_NEXTN_DECODE)" in text
+    assert "num_blocks=auto " in text
+    table, memory, loading, became = (
+        text.index(part) for part in ("Settings", "GB of weights", "Loading weights", "reference kernels on cpu")
+    )
+    assert table < memory < loading < became
     assert f"{MODEL}: reference kernels on cpu, float32; at most 96 tokens a request; prefix_replay exact" in text
-    assert "max_model_len" in text
+
+
+def test_a_quiet_start_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(MODEL, max_model_len=96, max_num_seqs=2, draft_schedule="fixed", cpu_kernels="reference", quiet=True):
+        pass
+    assert capsys.readouterr() == ("", "")
 
 
 class NoKernels:

@@ -27,7 +27,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import DeepInferError, EngineError, RequestError
 from deepinfer_core.outputs import Chunk, RequestOutput
 from deepinfer_core.requests import AnswerBook, PreparedRequest, Prompt, RequestFactory
-from deepinfer_core.runtime.start import start_engine
+from deepinfer_core.runtime.announce import start_announced
 from deepinfer_core.scheduling.scheduler import check_order
 from deepinfer_core.text import Tokenizer
 
@@ -96,8 +96,9 @@ class Engine:
             settings["model"] = str(model)
         if tokenizer is not None:
             settings["tokenizer"] = str(tokenizer)
-        self.config: EngineConfig = resolve_settings(settings).config
-        self._engine = start_engine(self.config)
+        resolved = resolve_settings(settings)
+        self.config: EngineConfig = resolved.config
+        self._engine = start_announced(resolved)
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()

@@ -22,14 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from deepinfer_core.chat import ChatCodec, ChatOutput, ChatPrompt
 from deepinfer_core.config.checks import check_flag
-from deepinfer_core.config.engine import EngineConfig, ResolvedSettings, resolve_settings
+from deepinfer_core.config.engine import EngineConfig, resolve_settings
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.outputs import Chunk, Provenance, RequestOutput
@@ -42,7 +39,7 @@ from deepinfer_core.requests import (
     params_list,
     prompt_list,
 )
-from deepinfer_core.runtime.start import start_engine
+from deepinfer_core.runtime.announce import start_announced
 from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.text import Tokenizer
 
@@ -72,11 +69,7 @@ class LLM:
             settings["tokenizer"] = str(tokenizer)
         resolved = resolve_settings(settings)
         self.config: EngineConfig = resolved.config
-        if not self.config.quiet:
-            _print_settings(resolved)
-        self._engine = start_engine(self.config)
-        if not self.config.quiet:
-            Console(stderr=True).print(self._engine.summary(), markup=False, highlight=False, soft_wrap=True)
+        self._engine = start_announced(resolved)
         self._factory = RequestFactory(self._engine, self.config.seed)
         self._book = AnswerBook(self._engine.scheduler, self._engine.fingerprint)
         self._codec: ChatCodec | None = None  # made when the first chat begins
@@ -318,17 +311,3 @@ class LLM:
                 seconds = float(bar.format_dict["elapsed"])
                 if show_progress and seconds > 0:
                     bar.set_postfix_str(f"{num_tokens / seconds:.0f} tokens/s", refresh=False)
-
-
-def _print_settings(resolved: ResolvedSettings) -> None:
-    """What was set, by whom; how many settings were not."""
-    console, rows = Console(stderr=True), resolved.rows()
-    chosen = [row for row in rows if row[2] != "default"]
-    if chosen:
-        table = Table("setting", "value", "from", title="Settings")
-        for row in chosen:
-            table.add_row(*map(Text, row))
-        console.print(table)
-    console.print(f"{len(rows) - len(chosen)} settings have their defaults; deepinfer generate --help lists them.")
-    for note in resolved.notes:
-        console.print(f"Note: {note}", style="yellow", markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,37 @@ def test_doctor_says_what_is_broken(
     assert "DEEPINFER_BATCH_INVARIENT" in out
     states = {finding.what: finding.state for finding in examine(str(tmp_path))}
     assert (states["model"], states["kernel cache"]) == ("broken", "broken")
+
+
+@pytest.fixture
+def shardless(tmp_path: Path) -> Path:
+    """What of a checkpoint is small: everything but its shards."""
+    for file in Path(MODEL).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def test_doctor_fetches_no_shards_of_a_model_on_the_hub_and_says_so(
+    shardless: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(shardless)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert main(["doctor", "--model", "owner/name", "--json"]) == 0
+    found = next(one for one in json.loads(capsys.readouterr().out) if one["what"] == "model")
+    assert found["state"] == "note"
+    assert "2 shards are not here, the first is model-00001-of-00002.safetensors" in found["detail"]
+    assert asked == [["*.json"]]
+
+
+def test_doctor_calls_a_folder_without_its_shards_broken(shardless: Path) -> None:
+    found = next(finding for finding in examine(str(shardless)) if finding.what == "model")
+    assert found.state == "broken"
+    assert "model-00001-of-00002.safetensors is missing" in found.detail
 
 
 def test_bench_measures_both_phases(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,16 @@ def test_a_bad_field_is_a_clean_error(answer: RequestOutput, field: str, value: 
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("field", ["settings", "params", "answers", "fingerprint", "prompt_token_ids", "seed"])
+def test_a_missing_field_is_named(answer: RequestOutput, field: str, tmp_path: Path) -> None:
+    raw = json.loads(replay_bytes(answer))
+    del raw[field]
+    (tmp_path / "bad.json").write_text(json.dumps(raw))
+    with pytest.raises(ReplayError, match=f"bad.json is damaged: it lacks '{field}'"):
+        read_replay(tmp_path / "bad.json")
+
+
+@pytest.mark.bad_input
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"nowhere\.json"):
         read_replay(tmp_path / "nowhere.json")

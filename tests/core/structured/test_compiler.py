@@ -66,6 +66,12 @@ def test_a_hostile_grammar_is_refused_in_time_and_the_next_one_compiles(name: st
 
 
 @pytest.mark.bad_input
+def test_a_schema_text_too_deep_to_read_is_refused_for_its_depth() -> None:
+    with pytest.raises(RequestError, match="nests deeper than 100 levels"):
+        StructuredOutput(json='{"items":' * 60_000 + "{}" + "}" * 60_000)
+
+
+@pytest.mark.bad_input
 def test_a_schema_deeper_than_100_levels_is_refused() -> None:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(5_000):

@@ -20,7 +20,7 @@ from deepinfer_core.checkpoint.strict_json import parse_strict_object
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ModelNotFoundError
 
-__all__ = ["INDEX_NAME", "SINGLE_SHARD_NAME", "Checkpoint", "open_checkpoint", "read_weight_map"]
+__all__ = ["INDEX_NAME", "SINGLE_SHARD_NAME", "Checkpoint", "missing_shards", "open_checkpoint", "read_weight_map"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_SHARD_NAME = "model.safetensors"
@@ -94,6 +94,13 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
                 f"{path} places {name[:200]!r} in {str(file)[:200]!r}, which is no safetensors file of this folder"
             )
     return names
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Shard files that the folder should hold and doesn't, by name; its index says which. Raises CheckpointError."""
+    weight_map = read_weight_map(folder)
+    names = {SINGLE_SHARD_NAME} if weight_map is None else set(weight_map.values())
+    return sorted(name for name in names if not (folder / name).is_file())
 
 
 def _shard(folder: Path, name: str) -> Path:

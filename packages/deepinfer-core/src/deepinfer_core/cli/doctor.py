@@ -194,8 +194,8 @@ def _kernel_cache() -> Iterator[Finding]:
 
 
 def _model(model: str | None) -> Iterator[Finding]:
-    from deepinfer_core.checkpoint.folder import open_checkpoint
-    from deepinfer_core.checkpoint.resolve import resolve_model
+    from deepinfer_core.checkpoint.folder import missing_shards, open_checkpoint
+    from deepinfer_core.checkpoint.resolve import BUNDLED_MODEL, resolve_model
     from deepinfer_core.config.model import ModelConfig
     from deepinfer_core.kernels.registry import choose_provider
     from deepinfer_core.text import Tokenizer
@@ -208,6 +208,16 @@ def _model(model: str | None) -> Iterator[Finding]:
     folder = resolve_model(model, accelerator=choice.name, weights=False)
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_path(folder, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+    is_of_hub = model not in (None, BUNDLED_MODEL) and Path(model).expanduser() != folder
+    missing = missing_shards(folder) if is_of_hub else []
+    if missing:
+        yield Finding(
+            "model", "note",
+            f"{folder}: {config.num_hidden_layers} layers, {len(tokenizer)} token ids, context "
+            f"{config.max_position_embeddings}; {len(missing)} shards are not here, the first is {missing[0]}",
+            "they are fetched when the model first runs",
+        )  # fmt: skip
+        return
     checkpoint = open_checkpoint(folder, config)
     yield Finding(
         "model", "ok",

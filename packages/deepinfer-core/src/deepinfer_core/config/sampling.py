@@ -337,7 +337,9 @@ def _schema_text(schema: Any) -> str:
         _check_text("structured.json", schema, _MAX_GRAMMAR_CHARS)
         try:
             schema = json_module.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise _too_deep() from error
+        except ValueError as error:
             raise RequestError(f"structured.json is not valid JSON ({error}); give a JSON Schema") from error
     if not isinstance(schema, (Mapping, bool)):
         raise RequestError(f"structured.json is {shown(schema)}; a JSON Schema is an object or a boolean")
@@ -369,4 +371,8 @@ def _check_depth(schema: Any) -> None:
         level = [item for value in level for item in _children(value)]
         if not level:
             return
-    raise RequestError(f"structured.json nests deeper than {_MAX_SCHEMA_DEPTH} levels; flatten it or use $ref")
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"structured.json nests deeper than {_MAX_SCHEMA_DEPTH} levels; flatten it or use $ref")

@@ -111,7 +111,9 @@ def read_replay(path: str | Path) -> ReplayRecord:
         return _record(cast("dict[str, Any]", raw))
     except ReplayError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except KeyError as error:
+        raise ReplayError(f"{file} is damaged: it lacks {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
         raise ReplayError(f"{file} is damaged: {type(error).__name__} {error}") from error
 
 

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 
 from deepinfer_core.scheduling.plan import FloatArray, Int64Array
 
-__all__ = ["MIN_SURVIVAL", "Budget", "accumulate_positions", "causal_lengths", "choose_budget", "fill_budget", "survivals"]
+__all__ = [
+    "MIN_SURVIVAL",
+    "Budget",
+    "accumulate_positions",
+    "causal_lengths",
+    "choose_budget",
+    "fill_budget",
+    "survivals",
+]
 
 type Float64Array = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from deepinfer_core.scheduling.plan import Int32Array, Int64Array, TokenLogprobs, UInt8Array, UInt32Mask
+from deepinfer_core.scheduling.plan import BoolArray, Int32Array, Int64Array, TokenLogprobs, UInt8Array, UInt32Mask
 
 if TYPE_CHECKING:
     from deepinfer_core.config.sampling import SamplingParams
@@ -176,7 +176,7 @@ class StepOutputs:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """(request number, tokens) of each request that got tokens."""
-        kept = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
+        kept: BoolArray = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
         tokens: list[int] = self.tokens[kept].tolist()  # one list of all, cut below: half the work of a list a row
         begin = 0
         for number, end in zip(self.number.tolist(), np.cumsum(self.num_tokens).tolist(), strict=True):

@@ -230,3 +230,14 @@ def test_a_special_token_without_a_spelling_is_left_out(encoding: Any) -> None:
     assert bare.prompt == usual.prompt.replace(dsml, "")
     assert all(bare.segments)
     assert not any(not a and not b for a, b in pairwise(bare.is_special))
+
+
+def test_a_placeholder_is_what_was_written_whatever_the_encoding_writes() -> None:
+    source = recipe.UrlImageSource("http://a")
+    default = recipe.SpecialToken.Image.default_str()
+    encoding = recipe.DeepseekV41Encoding().with_special_tokens(recipe.SpecialTokens(image="<IMG>"))
+    for token, special in ((None, default), ("<IMG>", "<IMG>")):
+        message = recipe.UserMessage(f"<IMG> or {default}", [source], image_token=token)
+        rendered = encoding.render_conversation(recipe.Conversation([message], thinking_mode=False))
+        spans = [rendered.prompt[start:end] for start, end in rendered.special_ranges]
+        assert [span for span in spans if span in (default, "<IMG>")] == [special]

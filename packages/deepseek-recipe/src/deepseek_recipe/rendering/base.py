@@ -69,7 +69,7 @@ class PromptEncoding(ABC):
     def render_conversation(self, conversation: Conversation) -> RenderedPrompt:
         """The prompt of `conversation`: text, the ranges of its special tokens, its images in order."""
         require_instance("conversation", conversation, Conversation)
-        out = PromptBuilder(self._image)
+        out = PromptBuilder()
         self._write(conversation, out)
         return out.finish()
 
@@ -87,7 +87,7 @@ class PromptEncoding(ABC):
         """
         require_str("prefix", prefix)
         require_str("suffix", suffix)
-        out = PromptBuilder(self._image)
+        out = PromptBuilder()
         out.special(self._bos)
         out.special(protocol_data.FIM_BEGIN)
         out.text(prefix)
@@ -122,7 +122,7 @@ class PromptEncoding(ABC):
         self._think, self._think_end = spell(SpecialToken.ThinkingStart), spell(SpecialToken.ThinkingEnd)
         self._system, self._user = spell(SpecialToken.System), spell(SpecialToken.User)
         self._assistant, self._reminder = spell(SpecialToken.Assistant), spell(SpecialToken.LatestReminder)
-        self._dsml, self._image = spell(SpecialToken.Dsml), spell(SpecialToken.Image)
+        self._dsml = spell(SpecialToken.Dsml)
         spellings = sorted({spell(token) for token in _GROUNDING} - {""}, key=len)
         self._grounding = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         self._tools_before = self._template(protocol_data.TOOLS_BLOCK_BEFORE)
@@ -132,7 +132,7 @@ class PromptEncoding(ABC):
         spellings = {"{dsml}": self._dsml, "{think}": self._think, "{think_end}": self._think_end}
         for name, tag in self.dsml_tags._asdict().items():
             text = text.replace("{" + name + "}", tag)
-        out = PromptBuilder(self._image)
+        out = PromptBuilder()
         for piece in re.split(r"(\{dsml\}|\{think\}|\{think_end\})", text):
             if piece in spellings:
                 out.special(spellings[piece])

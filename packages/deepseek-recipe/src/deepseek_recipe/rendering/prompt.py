@@ -16,8 +16,11 @@ from itertools import accumulate, compress
 
 from deepseek_recipe.conversation import SystemMessage, ToolMessage, UserMessage
 from deepseek_recipe.images.sources import ImageSource
+from deepseek_recipe.tokens import SpecialToken
 
 __all__ = ["PromptBuilder", "RenderedPrompt"]
+
+_DEFAULT_IMAGE = SpecialToken.Image.default_str()
 
 
 class RenderedPrompt:
@@ -66,14 +69,13 @@ class RenderedPrompt:
 class PromptBuilder:
     """Collects text and special tokens in the order in which they are written."""
 
-    __slots__ = ("_image_sources", "_image_spelling", "_is_special", "_plain", "_segments")
+    __slots__ = ("_image_sources", "_is_special", "_plain", "_segments")
 
-    def __init__(self, image_spelling: str) -> None:
+    def __init__(self) -> None:
         self._segments: list[str] = []
         self._is_special = bytearray()
         self._plain: list[str] = []
         self._image_sources: list[ImageSource] = []
-        self._image_spelling = image_spelling
 
     def text(self, text: str) -> None:
         """Writes plain text."""
@@ -120,7 +122,8 @@ class PromptBuilder:
         if not message.image_sources:
             self.text(message.content)
             return
-        spelling = message.image_token or self._image_spelling
+        # What was written into the message, whatever the encoding would write: another spelling in it is text.
+        spelling = message.image_token or _DEFAULT_IMAGE
         end = 0
         for start in _placeholder_offsets(message, spelling):
             self.text(message.content[end:start])

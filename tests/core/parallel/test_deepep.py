@@ -139,28 +139,38 @@ def test_pairs_travel_as_tokens_and_outputs_have_the_bits_of_one_process(counts:
             assert torch.equal(y, moe(x.bfloat16(), len(x), None, params, LocalExperts(), 0, origin, CONFIG, REFERENCE))
 
 
+class Told:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def routed(self, layer: int, ids: Tensor) -> None:
+        self.calls.append(("routed", layer, len(ids)))
+
+    def experts_begin(self, layer: int) -> None:
+        self.calls.append(("begin", layer, 0))
+
+    def experts_end(self, layer: int) -> None:
+        self.calls.append(("end", layer, 0))
+
+
 def test_an_observer_is_told_what_all_to_all_would_tell_it() -> None:
     placement = random_placement(4, 2, E)
     table = placement_tables([placement], torch.device("cpu"))[0]
 
     def work(comm: Communicator, kind: str) -> list[tuple[str, int, int]]:
-        told: list[tuple[str, int, int]] = []
-        observer = types.SimpleNamespace(
-            routed=lambda layer, ids: told.append(("routed", layer, len(ids))),
-            experts_begin=lambda layer: told.append(("begin", layer, 0)),
-            experts_end=lambda layer: told.append(("end", layer, 0)),
-        )
         if kind == "deepep":
             sizes = {"most_rows": 9, "num_chosen": K, "hidden_size": D}
             exchange: SharedExperts = DeepEpExperts(comm, {0: table}, NUM_SLOTS, group=comm, **sizes)
         else:
             exchange = SharedExperts(comm, {0: table}, NUM_SLOTS)
-        exchange.observer = observer
+        exchange.observer = told = Told()
         params = as_bfloat16(make_params(1, held_experts([placement], comm.rank)[0]))
         x, origin = make_rows(comm.rank, 3 + comm.rank)
         exchange.begin([0])
         moe(x.bfloat16(), len(x), None, params, exchange, 0, origin, CONFIG, REFERENCE)
-        return told
+        return told.calls
 
     for rank in range(2):
         want = [("routed", 0, 3 + rank), ("begin", 0, 0), ("end", 0, 0)]

@@ -165,6 +165,30 @@ def test_references_patterns_and_constants_are_enforced(enforcer: Enforcer) -> N
     assert not enforcer.allows(constraint, written("ab/1", "[1]", "8"))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "allowed", "refused"),
+    [
+        ("^a$|^b$", ["a", "b"], ["ab", "xb", "ax"]),
+        ("^a|b$", ["a", "ax", "xb"], ["xa", "bx"]),
+        ("^(a|b)$", ["a", "b"], ["ax", "xb"]),
+        ("a|b", ["xax", "xbx"], ["x"]),
+        (r"^\d\W$", ["3-"], ["\u0663-", "3a"]),  # \u0663 is an Arabic digit, which ECMA-262 has not
+        (r"^[\w.]+$", ["a_1."], ["a-", "\u00e9"]),
+        (r"^a\\$", ["a\\"], ["a", "a$"]),
+        (r"^[\\/]\/[\/]$", ["\\//", "///"], ["a//", "\\\\/"]),
+        ("^[$|^/]$", ["$", "|", "^", "/"], ["", "a"]),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_json_schema(
+    pattern: str, allowed: list[str], refused: list[str], enforcer: Enforcer
+) -> None:
+    properties = {"s": {"type": "string", "pattern": pattern}}
+    schema = {"type": "object", "properties": properties, "required": ["s"], "additionalProperties": False}
+    constraint = constraint_of({"tools": tools(schema)})
+    verdicts = {s: enforcer.allows(constraint, block(call("f", parameter("s", s, True)))) for s in allowed + refused}
+    assert verdicts == {**dict.fromkeys(allowed, True), **dict.fromkeys(refused, False)}
+
+
 def test_json_formats_become_schemas(enforcer: Enforcer) -> None:
     any_object = constraint_of({"response_format": {"type": "json_object"}})
     assert enforcer.allows(any_object, '{"a": 1}')
@@ -196,6 +220,8 @@ def test_v41_writes_its_own_tags() -> None:
         {"type": "object", "properties": {"a": {"type": "string", "pattern": "a", "maxLength": 3}}},
         {"type": "object", "properties": {"a": {"enum": list(range(2_000))}}},
         {"type": "object", "properties": {"a": False}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(^a)"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": r"\bfoo"}}},
     ],
 )
 def test_what_cannot_be_enforced_is_an_error(parameters: dict[str, Any]) -> None:

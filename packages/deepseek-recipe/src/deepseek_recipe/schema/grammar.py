@@ -16,6 +16,7 @@ unless `additionalProperties` is false. As a special token D cannot occur inside
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -37,6 +38,10 @@ _MAX_ALTERNATIVES = 1_000
 _MAX_GRAMMAR_CHARS = 2**23
 _MAX_REF_STEPS = 64
 _ANY_TEXT = r"(?s:.*)"
+_PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
+_LOOKS_AROUND = frozenset(("^", "$", r"\b", r"\B", "(?=", "(?!", "(?<=", "(?<!"))
+_ASCII_SETS = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
+_RUST_WORDS = {**_ASCII_SETS, "/": r"\/", "\n": r"\n"}
 _MARK = '"'
 _CLOSE = ">\n"
 _STRING = json.dumps('string="true">')
@@ -197,13 +202,36 @@ def _raw_string(schema: dict[str, Any]) -> str:
 
 
 def _anchored(pattern: str) -> str:
-    """A pattern that may match anywhere, as one of the whole text."""
-    head = "" if pattern.startswith("^") else _ANY_TEXT
-    ends = pattern.endswith("$") and not pattern.endswith("\\$")
-    body = pattern.removeprefix("^")
-    body = body[:-1] if ends else body
-    escaped = body.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
-    return f"{head}({escaped}){'' if ends else _ANY_TEXT}"
+    """A pattern that may match anywhere, as one of the whole text: `^a$|b` is `a` or what has a `b` somewhere."""
+    alternatives: list[list[str]] = [[]]
+    depth = 0
+    for token in _PATTERN_TOKEN.findall(pattern):
+        depth += token.startswith("(")
+        depth -= token == ")"
+        if token == "|" and not depth:
+            alternatives.append([])
+        else:
+            alternatives[-1].append(token)
+    return f"({'|'.join(_whole(tokens, pattern) for tokens in alternatives)})"
+
+
+def _whole(tokens: list[str], pattern: str) -> str:
+    """One alternative with what may stand before and behind it."""
+    starts, ends = tokens[:1] == ["^"], tokens[-1:] == ["$"]
+    body = tokens[1 if starts else 0 : -1 if ends else None]
+    if unknown := _LOOKS_AROUND.intersection(body):
+        raise SchemaError(f"{min(unknown)} inside the pattern {shown(pattern)} cannot be enforced in DSML form")
+    text = "".join(map(_rust_token, body))
+    return f"{'' if starts else _ANY_TEXT}{text}{'' if ends else _ANY_TEXT}"
+
+
+def _rust_token(token: str) -> str:
+    """A token of an ECMA-262 pattern in the words of the enforcer, whose own digits and letters are all of Unicode."""
+    if token.startswith("["):
+        return re.sub(r"\\.|[/\n]", lambda part: _RUST_WORDS.get(part[0], part[0]), token)
+    if token.lower() in _ASCII_SETS:
+        return f"[{'' if token.islower() else '^'}{_ASCII_SETS[token.lower()]}]"
+    return _RUST_WORDS.get(token, token)
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> Any:

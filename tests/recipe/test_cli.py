@@ -44,6 +44,17 @@ def test_render_shows_special_tokens_apart_from_text(request_file: str, capsys: 
     assert len(both["special_ranges"]) == 5
 
 
+def test_text_can_neither_look_like_a_special_token_nor_command_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\u27e6<｜User｜>\u27e7 \x1b[31m\x07\r\x7f\x9b\n\té"
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps({**BODY, "messages": [{"role": "user", "content": text}]}), encoding="utf-8")
+    shown = run(capsys, "render", str(path))
+    assert r"\u27e6<｜User｜>\u27e7 \x1b[31m\x07\r\x7f\x9b" + "\n\té" in shown
+    assert text in run(capsys, "render", str(path), "--plain")
+
+
 @pytest.mark.parametrize("model", ["DeepSeek-V4.1-Flash", "DeepSeek-V4-Pro"])
 def test_a_converted_conversation_renders_to_the_same_prompt(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

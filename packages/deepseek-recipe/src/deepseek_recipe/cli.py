@@ -1,7 +1,7 @@
 """The command `deepseek-recipe`: look at what the codec makes of a request, a conversation or a model's output.
 
     deepseek-recipe convert request.json                 the request as an engine sees it, as JSON
-    deepseek-recipe render request.json                  the prompt, special tokens apart from text
+    deepseek-recipe render request.json                  the prompt, special tokens apart from text: ⟦<｜User｜>⟧
     deepseek-recipe encode request.json --tokenizer v4   the ids, or a table of them with --show
     deepseek-recipe parse output.txt --request r.json    the response, or the events of the stream with --stream
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ _APIS = {
 }
 _VERSIONS = {"v4": ModelVersion.DeepseekV4Pro, "v4.1": ModelVersion.DeepseekV41Flash}
 _REVERSE, _RESET = "\x1b[7m", "\x1b[0m"
+_MISLEADING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u27e6\u27e7]")  # control characters, and the marks ⟦ ⟧
 _DATA_ERROR = 1
 
 
@@ -126,7 +128,12 @@ def _render(arguments: argparse.Namespace) -> None:
     else:
         mark = (_REVERSE, _RESET) if sys.stdout.isatty() else ("⟦", "⟧")
         pairs = zip(rendered.segments, rendered.is_special, strict=True)
-        _print("".join(f"{mark[0]}{text}{mark[1]}" if special else text for text, special in pairs))
+        _print("".join(f"{mark[0]}{text}{mark[1]}" if special else _visible(text) for text, special in pairs))
+
+
+def _visible(text: str) -> str:
+    """Text that can neither look like a special token nor command a terminal."""
+    return _MISLEADING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _encode(arguments: argparse.Namespace) -> None:

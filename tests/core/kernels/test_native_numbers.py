@@ -11,6 +11,7 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.native.compiler import default_cache_dir
 from deepinfer_core.kernels.native.library import Library, load_library
 from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.philox import gumbel_noise
 from tests.core.harness import FIXTURES, TinyModel, load_tiny
 from tests.core.kernels.native_library import needs_compiler
 from tests.core.model.test_batch_invariance import run_in_company, sequences
@@ -148,3 +149,15 @@ def test_selection_of_ordered_scores_equals_the_reference(native_kernels: Kernel
     }[order][None]
     for k in (1, 7, 512, n, n + 5):
         assert torch.equal(native_kernels.select_entries(scores, k), REFERENCE.select_entries(scores, k)), k
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0], ids=["level", "natural", "peaked"])
+@pytest.mark.parametrize("num_ids", [1, 63, 64, 65, 2000])
+def test_ids_that_are_passed_over_could_not_have_won(native_kernels: Kernels, num_ids: int, spread: float) -> None:
+    """Noise is made for few ids; the token is that of noise made for all."""
+    scores = randn(300, num_ids + 3)[:, :num_ids] * spread  # rows with gaps between them
+    scores[::5, 1::2] = float("-inf")
+    seed, position = torch.arange(300) * 0x9E3779B97F4A7C15 % 2**63, torch.arange(300) + 2**33
+    token, failed = native_kernels.draw_token(scores, seed, position)
+    assert not failed.any()
+    assert torch.equal(token, (scores + gumbel_noise(seed, position, num_ids)).argmax(1))

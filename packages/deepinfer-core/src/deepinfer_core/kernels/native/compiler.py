@@ -104,7 +104,7 @@ def _compile(compiler: Compiler, flags: list[str], sources: list[Path], folder: 
         ]
         list(pool.map(_call, commands))
     library = folder / "library.so"
-    _call([compiler.path, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
+    _call([compiler.path, "-shared", "-pthread", *map(str, objects), "-lm", "-o", str(library)])
     return library
 
 

@@ -41,6 +41,7 @@ _SIGNATURES = {
     "engram_rows": "ppppiipii",
     "engram_gate": "ppppppiiif",
     "markov_step": "pipippppppiiii",
+    "draw_token": "pippippii",
 }
 _MEANING = {
     -1: "there is no memory for its scratch space",

@@ -15,9 +15,9 @@ from deepinfer_core.kernels.contract import OPS, Capability, Unavailable
 from deepinfer_core.kernels.native.caches import CacheOps
 from deepinfer_core.kernels.native.compiler import default_cache_dir, find_compiler
 from deepinfer_core.kernels.native.dense import DenseOps
+from deepinfer_core.kernels.native.draw import DrawOps
 from deepinfer_core.kernels.native.experts import ExpertOps
 from deepinfer_core.kernels.native.library import load_library
-from deepinfer_core.kernels.reference.draw import draw_token
 
 __all__ = ["NativeProvider"]
 
@@ -48,9 +48,8 @@ class NativeProvider:
     def load(self) -> Mapping[str, Callable[..., Any]]:
         """Compile if the cache folder has no library for this machine, and load it. Raises KernelError."""
         library = load_library(self._cache_dir or default_cache_dir())
-        families = (DenseOps(library), CacheOps(library), ExpertOps(library))
-        compiled = {op: getattr(family, op) for family in families for op in OPS if hasattr(family, op)}
-        return compiled | {"draw_token": draw_token}  # of a few ids mostly: torch has nothing to lose there
+        families = (DenseOps(library), CacheOps(library), ExpertOps(library), DrawOps(library))
+        return {op: getattr(family, op) for family in families for op in OPS if hasattr(family, op)}
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
         """Why the reference must run an operation for this model; None when the C function can."""

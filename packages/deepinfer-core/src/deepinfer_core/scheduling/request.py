@@ -176,7 +176,8 @@ class StepOutputs:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """(request number, tokens) of each request that got tokens."""
-        kept: BoolArray = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
+        column = np.arange(self.tokens.shape[1], dtype=np.int64)
+        kept: BoolArray = column < self.num_tokens[:, None]
         tokens: list[int] = self.tokens[kept].tolist()  # one list of all, cut below: half the work of a list a row
         begin = 0
         for number, end in zip(self.number.tolist(), np.cumsum(self.num_tokens).tolist(), strict=True):

@@ -36,11 +36,11 @@ _TOKENS = 1e6  # of the busiest expert in a window
 class BalanceSettings(Section):
     """`[balance]` of a plan."""
 
-    interval_steps: int = setting(10_000, 0, 10**9, "published", "field.md 2.2; 0: experts are never moved")
+    interval_steps: int = setting(10_000, 0, 10**9, "published", "as in production; 0: experts are never moved")
     spare_slots: int = setting(64, 0, 4_096, "assumed", "one spare expert a decode device")
     zipf: float = setting(0.8, 0.0, 3.0, "assumed", "how uneven the router's load is")
     drift: float = setting(0.12, 0.0, 5.0, "assumed", "walk of log load in an interval; gives the published 0.917")
-    move_seconds: float = setting(0.06, 0.0, 60.0, "published", "1.5 ms a layer, systems.md B.4: added at each move")
+    move_seconds: float = setting(0.06, 0.0, 60.0, "published", "1.5 ms a layer, of SwiftBalancer: added at each move")
 
 
 def balance_by_phase(settings: BalanceSettings, num_devices: int, num_experts: int) -> tuple[float, ...]:

@@ -39,7 +39,7 @@ class DraftSettings(Section):
     schedule: str = setting(
         "budget", 0, 0, "published", "confidence-scheduled verification", choices=("budget", "fixed")
     )
-    accepted_length: float = setting(3.29, 1.0, 6.0, "published", "tokens a step with five drafts, field.md 2.1")
+    accepted_length: float = setting(3.29, 1.0, 6.0, "published", "tokens a step with five drafts, original's curves")
     concentration: float = setting(
         2.0, 0.05, 1e3, "assumed", "spread of confidences: 3.2 of 5 drafts verified at 60 a rank"
     )

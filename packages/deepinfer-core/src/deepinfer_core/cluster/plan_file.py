@@ -65,13 +65,13 @@ class ClusterSettings(Section):
 class PrefillSettings(Section):
     """`[prefill]` of a plan."""
 
-    device: str = setting("B200", 0, 0, "published", "ordinary 8-GPU servers, field.md 2.2", choices=_NAMES)
-    devices: int = setting(64, 1, _MAX_DEVICES, "published", "smallest efficient unit, field.md 2.2")
-    expert_parallel: int = setting(4, 1, 64, "published", "EP4DP4, field.md 2.1; EP2 to EP8 in production")
+    device: str = setting("B200", 0, 0, "published", "ordinary 8-GPU servers, in production", choices=_NAMES)
+    devices: int = setting(64, 1, _MAX_DEVICES, "published", "smallest efficient unit, in production")
+    expert_parallel: int = setting(4, 1, 64, "published", "EP4DP4, original's curves; EP2 to EP8 in production")
     chunk_tokens: int = setting(16_384, 128, 2**20, "assumed", "rows of a rank in a step")
     keep_tokens: int = setting(140, 0, 2**20, "published", "rows of a prompt that run through the decoder half")
     replay_tokens: int = setting(128, 0, 2**20, "published", "rows computed again after a hit: the window")
-    memory_fraction: float = setting(0.9, 0.05, 1.0, "published", "gpu_memory_utilization, field.md 0")
+    memory_fraction: float = setting(0.9, 0.05, 1.0, "published", "gpu_memory_utilization of the original")
     balanced_context: bool = setting(False, 0, 0, "assumed", "a step's rows spread evenly over the ranks")
 
 
@@ -80,10 +80,10 @@ class DecodeSettings(Section):
     """`[decode]` of a plan."""
 
     device: str = setting("GB200", 0, 0, "assumed", "the 64-GPU supernode of SM100", choices=_NAMES)
-    devices: int = setting(64, 1, _MAX_DEVICES, "published", "smallest efficient unit, field.md 2.2")
+    devices: int = setting(64, 1, _MAX_DEVICES, "published", "smallest efficient unit, in production")
     expert_parallel: int = setting(64, 1, 1_024, "published", "EP64DP64; EP64 to EP128 in production")
-    max_requests: int = setting(256, 1, 4_096, "published", "max_num_seqs, a rank; field.md 0")
-    memory_fraction: float = setting(0.9, 0.05, 1.0, "published", "gpu_memory_utilization, field.md 0")
+    max_requests: int = setting(256, 1, 4_096, "published", "max_num_seqs of the original, a rank")
+    memory_fraction: float = setting(0.9, 0.05, 1.0, "published", "gpu_memory_utilization of the original")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class StoreSettings(Section):
     """`[store]` of a plan."""
 
     terabytes: float = setting(500.0, 0.0, 1e6, "assumed", "for the whole cluster; 0: nothing is reused")
-    gigabytes_per_s: float = setting(40.0, 1e-3, 1e5, "published", "peak of one client of 3FS, systems.md D.6")
+    gigabytes_per_s: float = setting(40.0, 1e-3, 1e5, "published", "peak of one client of 3FS")
     latency_s: float = setting(0.002, 0.0, 60.0, "assumed", "of a look-up and first byte")
 
 

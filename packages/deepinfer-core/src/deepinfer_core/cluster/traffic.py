@@ -44,7 +44,7 @@ class TrafficSettings(Section):
     think_s: float = setting(40.0, 0.0, 1e7, _SHAPE, "from an answer to the next turn")
     burst: float = setting(1.0, 1.0, 1 / _BUSY_SHARE, _SHAPE, "rate in bursts / mean rate; 1: Poisson")
     burst_s: float = setting(20.0, 1e-3, 1e6, _SHAPE, "mean length of a burst")
-    retention_days: float = setting(7.0, 0.0, 3650.0, "published", "chat 7 days, agents 3, field.md 2.2")
+    retention_days: float = setting(7.0, 0.0, 3650.0, "published", "chat 7 days, agents 3, in production")
 
 
 KINDS: dict[str, dict[str, float | int | str]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_core import LLM, SamplingParams
+from deepinfer_core import LLM, SamplingParams, StructuredOutput
 from deepinfer_core.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -28,6 +28,20 @@ def test_a_stop_string_of_the_parameters_is_cut_from_the_message(tiny_llm: LLM) 
     assert answer.content == free[: free.index(stop)]
     assert answer.finish_reason == "stop"
     tiny_llm._engine.scheduler.check_idle()
+
+
+def test_a_form_holds_for_the_answer_and_leaves_the_thoughts_free(tiny_llm: LLM) -> None:
+    form = StructuredOutput(choice=["sixty", "seventy"])
+    answers = [
+        tiny_llm.chat(MESSAGES, SamplingParams(max_tokens=400, seed=seed, structured=form), thinking=True)
+        for seed in range(4)
+    ]
+    done = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert done, "no seed came to the end of its thoughts"
+    for answer in done:
+        assert answer.content in ("sixty", "seventy")
+        assert answer.reasoning not in ("", "sixty", "seventy")
+    assert tiny_llm.chat(MESSAGES, SamplingParams(max_tokens=9, structured=form), thinking=False).content in form.choice
 
 
 @pytest.mark.parametrize(

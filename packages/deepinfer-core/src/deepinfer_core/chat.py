@@ -225,8 +225,12 @@ class ChatCodec:
                 changes["max_tokens"] = converted.resolve_max_tokens(prompt_tokens, self._max_model_len)
             except self._recipe.ConversionError as error:
                 raise RequestError(f"the chat request cannot run: {error}") from error
+        given = params.structured
         if grammar is not None:
             changes["structured"] = grammar
+        elif given is not None and given.after is None and _starts_in_reasoning(converted):
+            end = self._tokenizer.special_token_id(self._recipe.SpecialToken.ThinkingEnd.default_str())
+            changes["structured"] = replace(given, after=[end])  # what is thought before the answer is free
         return replace(params, skip_special_tokens=False, **changes)
 
 
@@ -244,6 +248,11 @@ def _load_recipe() -> ModuleType:
             "deepinfer-core[chat]"
         )
     return recipe
+
+
+def _starts_in_reasoning(converted: Any) -> bool:
+    stage = converted.parsing_options.thinking_initial_stage
+    return stage is not None and stage.starts_in_reasoning()
 
 
 def _grammar_of(constraint: Any, tokenizer: Any) -> StructuredOutput | None:

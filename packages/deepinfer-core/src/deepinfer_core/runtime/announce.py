@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepinfer_core.config.engine import ResolvedSettings, all_settings
+from deepinfer_core.parallel.launch import Rendezvous
 from deepinfer_core.runtime.running import RunningEngine
 from deepinfer_core.runtime.start import start_engine
 
@@ -23,7 +24,8 @@ __all__ = ["start_announced"]
 
 def start_announced(resolved: ResolvedSettings) -> RunningEngine:
     """`start_engine` with the settings before and the decisions after it. Raises what that raises."""
-    if resolved.config.quiet:
+    meeting = Rendezvous.from_environment()
+    if resolved.config.quiet or (meeting is not None and meeting.local_rank > 0):  # one of a machine's ranks speaks
         return start_engine(resolved.config)
     console = Console(stderr=True)
     console.print(_table(resolved))

@@ -39,7 +39,7 @@ def main() -> None:
         texts.add(output.text)
         steps = cast("int", after["steps"]) - cast("int", before["steps"])
         shares = cast("list[float | None]", after["acceptance_by_position"])
-        accepted = " ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        accepted = " ".join("-" if share is None else f"{share:.2f}" for share in shares) or "none drafted"
         rate = len(output.token_ids) / seconds
         print(f"{way:>10}: {steps:3} steps, {rate:5.0f} tokens/s, accepted by place: {accepted}")
     print(f"\n{len(texts)} answer in {len(WAYS)} ways: {PROMPT}{texts.pop()}")

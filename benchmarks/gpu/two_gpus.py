@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 TWO = {"data_parallel_size": 2, "expert_parallel_size": 2, "engram_parallel_size": 2}
 
 
-def answers(**sizes: int) -> tuple[list[list[int]], float]:
+def answers(**sizes: Any) -> tuple[list[list[int]], float]:
     """Token ids of each answer, and tokens a second."""
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -12,7 +12,7 @@ Compiled programs lie in DEEPINFER_JIT_CACHE_DIR (TileLang's own folder when it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ T: Any = import_module("tilelang.language")
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _ROW_UNIT = 8  # elements: 16 bytes of bf16
 _VECTOR_BYTES = 16  # the widest access of one thread
+_TENSOR_MEMORY_ARCHES = ("sm_100a", "sm_103a")
+# With a warp group of its own for the copies TileLang 0.1.15 lets that group free the memory while the other reads it.
+_TENSOR_MEMORY_PASSES = {"tl.disable_warp_specialized": True}
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -40,10 +43,11 @@ PROGRAMS: dict[str, Program] = {}
 class Program:
     """A function from parameters to a TileLang `prim_func`, and its compiled forms."""
 
-    def __init__(self, build: Callable[..., Any], pass_configs: dict[str, Any]) -> None:
+    def __init__(self, build: Callable[..., Any], pass_configs: dict[str, Any], tensor_memory: bool = False) -> None:
         self.name = build.__name__.removesuffix("_program")
         self._build = build
         self._pass_configs = pass_configs
+        self._tensor_memory = tensor_memory
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *parameters: Any) -> Callable[..., None]:
@@ -56,17 +60,25 @@ class Program:
     def source(self, parameters: tuple[Any, ...], arch: str) -> str:
         """CUDA source for `arch` (sm_90a, sm_100a ..); needs no GPU and no nvcc."""
         target: Any = import_module("tvm.target").Target({"kind": "cuda", "arch": arch})
-        with tilelang.transform.PassContext(opt_level=3, config=self._pass_configs), target:
-            return str(tilelang.lower(self._build(*parameters), target=target).kernel_source)
+        build, pass_configs = self._for_arch(arch)
+        with tilelang.transform.PassContext(opt_level=3, config=pass_configs), target:
+            return str(tilelang.lower(build(*parameters), target=target).kernel_source)
+
+    def _for_arch(self, arch: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Builder and pass settings: those of tensor memory where the program has that form and `arch` the memory."""
+        if self._tensor_memory and arch in _TENSOR_MEMORY_ARCHES:
+            return partial(self._build, tensor_memory=True), self._pass_configs | _TENSOR_MEMORY_PASSES
+        return self._build, self._pass_configs
 
     def _compile(self, parameters: tuple[Any, ...]) -> Callable[..., None]:
         use_cache_folder()
+        build, pass_configs = self._for_arch(device_arch())
         try:
             return tilelang.compile(
-                self._build(*parameters),
+                build(*parameters),
                 target={"kind": "cuda", "arch": device_arch()},
                 execution_backend="tvm_ffi",
-                pass_configs=self._pass_configs,
+                pass_configs=pass_configs,
             )
         except Exception as error:
             raise KernelError(
@@ -75,11 +87,14 @@ class Program:
             ) from error
 
 
-def program(build: Callable[..., Any] | None = None, **pass_configs: Any) -> Any:
-    """Decorator: register a builder as a `Program`; keywords are TileLang pass settings."""
+def program(build: Callable[..., Any] | None = None, *, tensor_memory: bool = False, **pass_configs: Any) -> Any:
+    """Decorator: register a builder as a `Program`; other keywords are TileLang pass settings. `tensor_memory`: the
+    builder has a keyword of that name, which is true for architectures that have this memory.
+    """
 
     def register(function: Callable[..., Any]) -> Program:
-        made = Program(function, {key.replace("__", "."): value for key, value in pass_configs.items()})
+        settings = {key.replace("__", "."): value for key, value in pass_configs.items()}
+        made = Program(function, settings, tensor_memory)
         PROGRAMS[made.name] = made
         return made
 

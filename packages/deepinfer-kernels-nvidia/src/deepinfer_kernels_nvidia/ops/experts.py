@@ -7,8 +7,9 @@
     x --gather_tiles--> slots [tiles * 128, D] --gated--> act [tiles * 128, I] --down--> out [pair, D]
 
 The number of tiles is bounded by shapes alone, so the host never waits for a count; tiles without an expert return at
-once. Both products stream through shared memory as in `linear`: the gate and the up half of w13 share the x tile, and
-a pair's bits depend on its row only. The shared expert is the same gated product with one expert and no gather.
+once. Both products stream through shared memory as in `linear`, on SM100 into tensor memory: the gate and the up half
+of w13 share the x tile, and a pair's bits depend on its row only. The shared expert is the same gated product with one
+expert and no gather.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
 from deepinfer_kernels_nvidia.ops.coded import run_experts_coded, shared_expert_coded
 from deepinfer_kernels_nvidia.ops.expert_slots import plan_slots
 from deepinfer_kernels_nvidia.ops.linear import linear
+from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, read_sums
 
 __all__ = ["ExpertTiles", "combine_experts", "plan_experts", "run_experts", "shared_expert"]
 
@@ -62,8 +64,15 @@ def gather_tiles_program(dim: int, choices: int):
     return gather_tiles
 
 
-@program
-def gated_program(experts: int, k: int, width: int, routed: bool):
+def _streams(expert, tensor_memory: bool):
+    """Whether a tile's loop is entered. In tensor memory a loop takes a constant number of steps, so an unused tile
+    goes around it; in registers it is entered and takes none.
+    """
+    return expert >= 0 if tensor_memory else True
+
+
+@program(tensor_memory=True)
+def gated_program(experts: int, k: int, width: int, routed: bool, *, tensor_memory: bool = False):
     """x [rows, k] in tiles, w13 [experts, k, 2 width] -> act [rows, width]; weights of pairs only where `routed`."""
     rows, tiles, pairs = T.dynamic("rows"), T.dynamic("tiles"), T.dynamic("pairs")
 
@@ -86,15 +95,27 @@ def gated_program(experts: int, k: int, width: int, routed: bool):
             expert = tile_expert[bm] if routed else 0
             T.clear(gate)
             T.clear(up)
-            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=_STAGES):
-                inner = i * _INNER
-                T.copy(x[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], x_tile)
-                T.copy(w13[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], gate_tile)
-                T.copy(
-                    w13[expert, inner : inner + _INNER, width + bn * _COLUMNS : width + (bn + 1) * _COLUMNS], up_tile
-                )
-                T.gemm(x_tile, gate_tile, gate, policy=T.GemmWarpPolicy.FullRow)
-                T.gemm(x_tile, up_tile, up, policy=T.GemmWarpPolicy.FullRow)
+            gate_sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
+            up_sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
+            gate_done = T.alloc_barrier(1) if tensor_memory else None
+            up_done = T.alloc_barrier(1) if tensor_memory else None
+            steps = T.ceildiv(k, _INNER)
+            if _streams(expert, tensor_memory):
+                for i in T.Pipelined(
+                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
+                ):
+                    inner = i * _INNER
+                    T.copy(x[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], x_tile)
+                    T.copy(w13[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], gate_tile)
+                    T.copy(
+                        w13[expert, inner : inner + _INNER, width + bn * _COLUMNS : width + (bn + 1) * _COLUMNS],
+                        up_tile,
+                    )
+                    accumulate(x_tile, gate_tile, gate, gate_sums, gate_done, i == 0)
+                    accumulate(x_tile, up_tile, up, up_sums, up_done, i == 0)
+                if tensor_memory:
+                    read_sums(gate_sums, gate)
+                    read_sums(up_sums, up)
             for r, c in T.Parallel(TILE, _COLUMNS):
                 gate[r, c] = T.min(gate[r, c], limit)
                 up[r, c] = T.min(T.max(up[r, c], -limit), limit)
@@ -113,8 +134,8 @@ def gated_program(experts: int, k: int, width: int, routed: bool):
     return gated
 
 
-@program
-def down_program(experts: int, width: int, dim: int):
+@program(tensor_memory=True)
+def down_program(experts: int, width: int, dim: int, *, tensor_memory: bool = False):
     """act [slots, width] in tiles, w2 [experts, width, dim] -> out [pairs, dim]; every pair stands in one slot."""
     slots, tiles, pairs = T.dynamic("slots"), T.dynamic("tiles"), T.dynamic("pairs")
 
@@ -132,11 +153,19 @@ def down_program(experts: int, width: int, dim: int):
             total = T.alloc_fragment((TILE, _COLUMNS), "float32")
             expert = tile_expert[bm]
             T.clear(total)
-            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(width, _INNER), 0), num_stages=_STAGES):
-                inner = i * _INNER
-                T.copy(act[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], act_tile)
-                T.copy(w2[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], w_tile)
-                T.gemm(act_tile, w_tile, total, policy=T.GemmWarpPolicy.FullRow)
+            sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
+            done = T.alloc_barrier(1) if tensor_memory else None
+            steps = T.ceildiv(width, _INNER)
+            if _streams(expert, tensor_memory):
+                for i in T.Pipelined(
+                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
+                ):
+                    inner = i * _INNER
+                    T.copy(act[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], act_tile)
+                    T.copy(w2[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], w_tile)
+                    accumulate(act_tile, w_tile, total, sums, done, i == 0)
+                if tensor_memory:
+                    read_sums(sums, total)
             for r, c in T.Parallel(TILE, _COLUMNS):
                 pair = slot_pair[bm * TILE + r]
                 if pair >= 0 and bn * _COLUMNS + c < dim:

@@ -3,7 +3,8 @@
 """Matrix products whose rows don't depend on their company: out[r, g] = x[r, g] @ w[g], w stored [G, K, N].
 
     grid   (row tile, column tile, group), row tiles fastest: neighbouring blocks share a weight tile in L2
-    block  x [128, 64] and w [64, 128] tiles stream through shared memory, four in flight, into float32 registers
+    block  x [128, 64] and w [64, 128] tiles stream through shared memory, four in flight, into float32 sums
+           in registers; on SM100 in tensor memory, which tcgen05 fills (never run; `tensor_memory`)
 
 The tiling is a function of K and N alone and K is walked in one order, so a row's bits are the same in every batch;
 rows beyond the last are zero. float32 products are in `linear_float32`.
@@ -17,6 +18,7 @@ from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program, tma_ready
 from deepinfer_kernels_nvidia.ops.coded import linear_coded
 from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
+from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, read_sums
 
 __all__ = ["grouped_linear", "head_logits", "linear"]
 
@@ -24,8 +26,8 @@ _ROWS, _INNER, _STAGES, _THREADS = 128, 64, 4, 256
 _NARROW, _WIDE = 64, 16384  # outputs up to the first take a 64-column tile, from the second on a 256-column one
 
 
-@program
-def matmul_program(groups: int, k: int, n: int, out_dtype: str = "bfloat16"):
+@program(tensor_memory=True)
+def matmul_program(groups: int, k: int, n: int, out_dtype: str = "bfloat16", *, tensor_memory: bool = False):
     """x [rows, groups, k] bf16, w [groups, k, n] bf16 -> out [rows, groups, n]."""
     rows = T.dynamic("rows")
     columns = 64 if n <= _NARROW else 256 if n >= _WIDE else 128
@@ -41,10 +43,14 @@ def matmul_program(groups: int, k: int, n: int, out_dtype: str = "bfloat16"):
             w_tile = T.alloc_shared((_INNER, columns), "bfloat16")
             total = T.alloc_fragment((_ROWS, columns), "float32")
             T.clear(total)
+            sums = T.alloc_tmem((_ROWS, columns), "float32") if tensor_memory else None
+            done = T.alloc_barrier(1) if tensor_memory else None
             for i in T.Pipelined(T.ceildiv(k, _INNER), num_stages=_STAGES):
                 T.copy(x[bm * _ROWS : (bm + 1) * _ROWS, g, i * _INNER : (i + 1) * _INNER], x_tile)
                 T.copy(w[g, i * _INNER : (i + 1) * _INNER, bn * columns : (bn + 1) * columns], w_tile)
-                T.gemm(x_tile, w_tile, total, policy=T.GemmWarpPolicy.FullRow)
+                accumulate(x_tile, w_tile, total, sums, done, i == 0)
+            if tensor_memory:
+                read_sums(sums, total)
             T.copy(total, out[bm * _ROWS : (bm + 1) * _ROWS, g, bn * columns : (bn + 1) * columns])
 
     return matmul

@@ -20,8 +20,15 @@ _PROMPT = "Answer in JSON: "
 
 
 def _engine(model: str, num_drafts: int) -> LLM:
+    """An engine that drafts at every chance, whatever the guard would think of it."""
     return LLM(
-        model, quiet=True, num_drafts=num_drafts, max_num_seqs=80, max_num_batched_tokens=512, max_model_len=1024
+        model,
+        quiet=True,
+        num_drafts=num_drafts,
+        draft_schedule="fixed",
+        max_num_seqs=80,
+        max_num_batched_tokens=512,
+        max_model_len=1024,
     )
 
 

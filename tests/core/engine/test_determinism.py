@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.core.engine.random_traffic import SHARED, random_traffic
 from tests.core.engine.traces import STYLES, Job, Oracle, Server, Traffic, engine_of
 from tests.core.harness import FIXTURES
 
 MODEL = FIXTURES / "tiny-a"
 MAX_MODEL_LEN = 640
 # The fixture's window has 8 tokens, so exact replay starts 28 rows before a hit of 256 and more.
-SHARED = (0, 5, 140, 300, 520)
 # Failing traces are not shrunk: a trace takes a second, shrinking takes hundreds of them.
 SETTINGS = settings(
     deadline=None,
@@ -50,26 +50,6 @@ class Setup:
     decoder_prefill: str
 
 
-jobs = st.builds(
-    Job,
-    document=st.integers(0, 1),
-    shared=st.sampled_from(SHARED),
-    own=st.integers(1, 40),
-    style=st.sampled_from(tuple(STYLES)),
-    seed=st.integers(0, 3),
-    max_tokens=st.sampled_from([2, 7, 20, 60]),
-)
-traffics = st.lists(
-    st.builds(
-        Traffic,
-        job=jobs,
-        arrives=st.integers(0, 30),
-        priority=st.integers(-1, 1),
-        aborted_after=st.none() | st.none() | st.integers(0, 12),
-    ),
-    min_size=1,
-    max_size=6,
-)
 setups = st.builds(
     Setup,
     max_num_seqs=st.sampled_from([1, 3, 8]),
@@ -107,7 +87,7 @@ def play_anywhere(
 
 
 @settings(SETTINGS, max_examples=8)
-@given(setups, traffics, preempted_steps)
+@given(setups, random_traffic(6), preempted_steps)
 def test_answers_do_not_depend_on_load_settings_and_disturbances(
     oracle: Oracle, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
 ) -> None:
@@ -116,7 +96,7 @@ def test_answers_do_not_depend_on_load_settings_and_disturbances(
 
 @pytest.mark.slow
 @settings(SETTINGS, max_examples=60)
-@given(setups, traffics, preempted_steps)
+@given(setups, random_traffic(6), preempted_steps)
 def test_answers_do_not_depend_on_load_in_many_traces(
     oracle: Oracle, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
 ) -> None:

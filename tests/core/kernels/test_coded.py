@@ -8,6 +8,8 @@ import torch
 from deepinfer_core.checkpoint.dequantize import dequantize_fp4, dequantize_fp8_blocks
 from deepinfer_core.checkpoint.quantize import quantize_fp4, quantize_fp8_blocks
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.conformance.cases import Case, all_cases
+from deepinfer_core.kernels.contract import CODED_RMS
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.coded import CodedWeight, code_columns, round_rows
 from deepinfer_core.model.params import build_params
@@ -67,3 +69,27 @@ def test_a_model_with_coded_weights_computes_nearly_the_same(tiny_a: TinyModel) 
     ]
     difference = (outputs[0] - outputs[1]).norm() / outputs[0].norm()
     assert 0 < difference < 0.06  # three roundings to four bits, of rows that are summed
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in all_cases() if case.coded], ids=lambda case: f"{case.op}-{case.name}"
+)
+def test_the_bound_of_coded_products_leaves_room_for_flipped_codes_and_for_nothing_else(case: Case) -> None:
+    rows, shared = case.make(40, torch.Generator().manual_seed(7))
+
+    def run(dtype: torch.dtype, factor: float = 1.0) -> torch.Tensor:
+        inputs = {
+            name: value.bfloat16().to(dtype) * factor
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in rows.items()
+        }
+        return torch.cat([one.float().flatten() for one in case.run(REFERENCE, inputs, shared)])
+
+    want = run(torch.float32)
+
+    def rms(got: torch.Tensor) -> float:
+        return float(((got - want) / (1 + want.abs())).square().mean().sqrt())
+
+    assert rms(run(torch.bfloat16)) < CODED_RMS
+    assert rms(run(torch.float32, 0.9)) > CODED_RMS

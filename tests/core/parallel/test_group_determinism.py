@@ -14,20 +14,19 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from deepinfer_core.outputs import CompletionOutput
 from deepinfer_core.requests import AnswerBook
 from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.runtime.front_end import FrontEnd
 from deepinfer_core.scheduling.request import StepOutputs
+from tests.core.engine.random_traffic import SHARED, random_traffic
 from tests.core.engine.traces import STYLES, Job, Oracle, Traffic
 from tests.core.harness import FIXTURES
 from tests.core.parallel.thread_ranks import ThreadRanks, front_end
 
 MODEL = FIXTURES / "tiny-a"
 MAX_MODEL_LEN = 640
-SHARED = (0, 5, 140, 300, 520)
 COMMON = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_seqs": 4,
@@ -136,35 +135,13 @@ def check(engine: FrontEnd, oracle: Oracle, traffic: Sequence[Traffic]) -> None:
                 assert got == want
 
 
-jobs = st.builds(
-    Job,
-    document=st.integers(0, 1),
-    shared=st.sampled_from(SHARED),
-    own=st.integers(1, 40),
-    style=st.sampled_from(tuple(STYLES)),
-    seed=st.integers(0, 3),
-    max_tokens=st.sampled_from([2, 7, 20, 60]),
-)
-traffics = st.lists(
-    st.builds(
-        Traffic,
-        job=jobs,
-        arrives=st.integers(0, 30),
-        priority=st.integers(-1, 1),
-        aborted_after=st.none() | st.none() | st.integers(0, 12),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
 @settings(
     deadline=None,
     max_examples=2,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(traffics)
+@given(random_traffic(8))
 def test_answers_do_not_depend_on_how_many_ranks_share_the_work(
     group: tuple[FrontEnd, ThreadRanks], oracle: Oracle, traffic: list[Traffic]
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.conformance.cases import CacheContent, Case, Inputs, all_cases
-from deepinfer_core.kernels.contract import CODED_OPS, OPS, Capability, Kernels
+from deepinfer_core.kernels.contract import CODED_OPS, CODED_RMS, OPS, Capability, Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.registry import native_status, provider_statuses
 
@@ -95,6 +95,9 @@ def test_operation_equals_the_reference(case: Case, rows: int, provider: _Provid
         finite = want.isfinite()
         error = (got.float() - want.float()).abs()[finite]
         allowed = tolerance * (1.0 + want.float().abs()[finite])
+        if case.coded:
+            rms = float((error / (1.0 + want.float().abs()[finite])).square().mean().sqrt())
+            assert rms <= CODED_RMS, f"root mean square of the errors is {rms:.3g}"
         wrong = int((error > allowed).sum())
         assert wrong <= 0.001 * error.numel(), (
             f"{wrong} of {error.numel()} elements, largest error {error.max().item():.3g}"

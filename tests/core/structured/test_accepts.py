@@ -71,6 +71,15 @@ def test_the_command_reads_grammars_and_standard_input(
     ]
 
 
+def test_the_command_reads_files_that_begin_with_a_byte_order_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type":"null"}', encoding="utf-8-sig")
+    assert main(["grammar", "--json", str(file), "--accepts", "null"]) == 0
+    assert capsys.readouterr().out.startswith("yes")
+
+
 @pytest.mark.bad_input
 def test_the_command_names_what_it_cannot_read_or_enforce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grammar", "--json", str(tmp_path / "none.json"), "--accepts", "x"]) == 2

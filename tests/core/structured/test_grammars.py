@@ -157,6 +157,7 @@ def test_the_choice_of_lexemes_never_changes_the_language(grammar: str, byte_gra
         ("root ::= []", "no character"),
         ('root ::= "a"{3,2}', "repeats {3,2}"),
         ('root ::= "\\uD800"', "not in Unicode"),
+        ("root ::= [\\d]+", "escape \\d"),
         ('root ::= "a" ) "b"', "in line 1"),
         ("just text", "line 1"),
     ],
@@ -194,6 +195,18 @@ def test_lark_imports_of_the_common_library(byte_grammars: GrammarCompiler) -> N
     assert not _accepts(byte_grammars, structured, "1,22")
 
 
+def test_lark_imports_under_another_name(byte_grammars: GrammarCompiler) -> None:
+    structured = StructuredOutput(grammar="%import common.INT -> NUMBER\nstart: NUMBER\n")
+    assert _accepts(byte_grammars, structured, "12")
+
+
+def test_lark_ignores_text_between_terminals_only(byte_grammars: GrammarCompiler) -> None:
+    structured = StructuredOutput(grammar='start: "a" "b"\n%ignore " "\n')
+    assert [_accepts(byte_grammars, structured, text) for text in ("ab", "a  b", " ab", "ab ")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
 def test_lark_flags_and_optional_groups(byte_grammars: GrammarCompiler) -> None:
     structured = StructuredOutput(grammar='start: "yes"i ["," /x.z/s]\n')
     assert [_accepts(byte_grammars, structured, text) for text in ("YeS", "yes,x\nz", "yes,", "ye")] == [
@@ -215,6 +228,7 @@ def test_lark_flags_and_optional_groups(byte_grammars: GrammarCompiler) -> None:
         ("start: /(?=a)b/", "look-ahead"),
         ('start: "a" ; end', "not Lark"),
         ('begin: "a"', "start"),
+        ("start: a\na: a", "no text satisfies it"),
     ],
 )
 def test_lark_that_cannot_be_kept_is_refused_with_its_place(
@@ -257,6 +271,7 @@ def test_a_regular_expression_means_what_it_means_in_python(pattern: str, byte_g
         ("(a)\\1", "backreference at character 3"),
         ("\\bword", "word boundary at character 0"),
         ("a++", "possessive quantifier"),
+        ("a(?R)?", "recursion at character 1"),
         ("(?>a)", "atomic group"),
         ("(a", "never closed"),
         ("a)", "no group to close"),

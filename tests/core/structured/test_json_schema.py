@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Any
 
@@ -112,6 +113,9 @@ def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -
         ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength (5)"),
         ({"type": "integer", "minimum": 1.2, "maximum": 1.7}, "contains no integer"),
         ({"type": "string", "format": "fancy"}, "Unknown format"),
+        ({"type": "string", "format": "unknown"}, "format 'unknown' at #"),
+        ({"type": "integer", "multipleOf": -3}, "-3 at #/multipleOf"),
+        ({"type": "number", "multipleOf": 0}, "0 at #/multipleOf"),
         ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "branches of oneOf may overlap; make them exclusive"),
         ({"patternProperties": {"^a": True, "b$": False}, "type": "object"}, "not disjoint"),
@@ -168,3 +172,19 @@ def test_json_is_compact(byte_grammars: GrammarCompiler) -> None:
     assert check_text(structured, '{"a":[1,{"b":"x y"}]}', compiler=byte_grammars).accepted
     assert check_text(structured, '{"a": 1}', compiler=byte_grammars).position == 5
     assert check_text(structured, "[]", compiler=byte_grammars).position == 0
+
+
+@pytest.mark.parametrize("form", ["date", "date-time"])
+def test_dates_are_those_of_the_calendar(form: str, byte_grammars: GrammarCompiler) -> None:
+    schema = {"format": form}
+    tail = "T12:00:00Z" if form == "date-time" else ""
+    days = [f"{year}-02-{day}" for year in range(1890, 2012) for day in (28, 29, 30)] + ["2023-04-30", "2023-04-31"]
+    for day in days:
+        try:
+            exists = bool(datetime.date.fromisoformat(day))
+        except ValueError:
+            exists = False
+        assert _accepts(byte_grammars, schema, f'"{day}{tail}"') == exists, day
+    verdict = check_text(StructuredOutput(json=schema), "7", compiler=byte_grammars)
+    assert verdict.accepted  # a format says nothing about numbers
+    assert verdict.enforced == ("format",)

@@ -63,7 +63,7 @@ def _read(file: Path) -> str:
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise GrammarError(f"{file} has {file.stat().st_size} bytes; at most {_MAX_FILE_BYTES} are read")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise GrammarError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -107,6 +107,8 @@ def check_matcher(matcher: LLMatcher) -> None:
         reason = re.sub(r"\s+", " ", cast("Any", matcher.get_error())).strip()
         if "coerce_one_of" in reason:  # an option of llguidance that nobody can set here
             reason = "branches of oneOf may overlap; make them exclusive, by a type or a const, or use anyOf"
+        elif reason.startswith("NoExtensionBias"):
+            reason = "no text satisfies it"
         if len(reason) > _MAX_REASON_CHARS:  # what is wrong stands at the end, after the text it is wrong in
             reason = f"{reason[: _MAX_REASON_CHARS // 2]} ... {reason[-_MAX_REASON_CHARS // 2 :]}"
         raise GrammarError(f"the grammar cannot be enforced: {reason}")

@@ -185,6 +185,10 @@ def _characters(text: str) -> list[tuple[int, bool]]:
     """(code point, whether it was escaped) of each character."""
     found: list[tuple[int, bool]] = []
     for match in _ESCAPED.finditer(text):
+        if match[4] and match[4].isalnum() and match[4] not in _CONTROLS:
+            raise GrammarError(
+                f"structured.grammar has the escape {match[0]}, which GBNF does not know; write classes out, [0-9]"
+            )
         number = match[1] or match[2] or match[3]
         code = int(number, 16) if number else ord(_CONTROLS.get(match[4], match[4]) if match[4] else match[5])
         if code > MAX_CODE_POINT or 0xD800 <= code <= 0xDFFF:

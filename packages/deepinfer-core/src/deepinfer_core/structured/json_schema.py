@@ -43,6 +43,11 @@ _WRITABLE_CONTROLS: Final = "\b\f\n\r\t"
 _CONTROLS: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]|\\(?:x|u00)(?:0[0-7BbEeFf]|1[0-9A-Fa-f])")
 _CLASSES: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _IDENTIFIERS: Final = frozenset({"$anchor", "$id", "$schema", "id"})
+# llguidance's dates have a 29th of February in every year; this holds for those that the calendar has.
+_CALENDAR: Final = (
+    "^(?:[0-9]{4}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|"
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
 
 # Compact JSON, every keyword enforced, one spelling for every string (the docstring says why no \u escapes).
 _JSON_OPTIONS: Final = {
@@ -82,6 +87,9 @@ class CheckedSchema:
                 raise GrammarError(f"structured.json has more than {MAX_SCHEMA_NODES} subschemas; make it smaller")
             open_nodes += self._check_node(node, where)
         remove_impossible(self.root, list(self._nodes.values()), self._targets)
+        for node in self._nodes.values():
+            if node.get("format") in ("date", "date-time"):
+                node["allOf"] = [*node.get("allOf", []), {"pattern": _CALENDAR}]
         self._rewrite_references()
 
     def _check_node(self, node: dict[str, Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -194,6 +202,12 @@ def _check_shapes(node: dict[str, Any], where: str) -> None:
             raise GrammarError(f"structured.json has {shown(value)} at {where}/{keyword}; it must be an integer from 0")
         if keyword in node:
             node[keyword] = int(value)
+
+    step = node.get("multipleOf", 1)
+    if isinstance(step, (int, float)) and step <= 0:
+        raise GrammarError(f"structured.json has {shown(step)} at {where}/multipleOf; it must be above 0")
+    if node.get("format") == "unknown":  # to llguidance the name of a format that every text has
+        raise GrammarError(f"structured.json has the format 'unknown' at {where}, which nothing defines; leave it out")
 
 
 def _rewrite_patterns(node: dict[str, Any], where: str) -> None:

@@ -7,9 +7,10 @@ r"""`lark_dialect`: a Lark grammar as llguidance's dialect of it.
 
     x: <[9]> %json {..}       as it is: a special token by its id; a JSON Schema, checked like one that stands alone
 
-Terminals are matched at their longest, as Lark's lexers do. Refused: priorities of terminals, templates, %declare,
-%extend, %override and imports from files, since leaving them out would change the language; and llguidance's other
-additions (%llguidance, rule[...]), which could switch limits off.
+Terminals are matched at their longest, as Lark's lexers do. Ignored text comes between two terminals, never before the
+first or after the last: a model could begin or end with white space for ever. Refused: priorities of terminals,
+templates, %declare, %extend, %override and imports from files, since leaving them out would change the language; and
+llguidance's other additions (%llguidance, rule[...]), which could switch limits off.
 """
 
 from __future__ import annotations
@@ -114,8 +115,10 @@ def _converted(kind: str, match: re.Match[str], before: str, following: str, lin
     token = match[0]
     at_start = not before.strip()
     match kind:
-        case "space" | "alias":
+        case "space":
             return " "
+        case "alias":
+            return token if before.lstrip().startswith("%import") else " "  # there it is the name to use
         case "name":
             bare = token.lstrip("?!")
             if at_start and following == "[":

@@ -29,6 +29,7 @@ _REFUSED_GROUPS: Final = (
     ("(?(", "a conditional"),
     ("(?P=", "a backreference"),
     ("(?P>", "recursion"),
+    ("(?R", "recursion"),
     ("(?#", "a comment group"),
 )
 _REFUSED_ESCAPES: Final = dict.fromkeys("k123456789", "a backreference") | dict.fromkeys("bB", "a word boundary")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepinfer_core.errors import KernelError
-from deepinfer_core.kernels.contract import OPS, Unavailable
+from deepinfer_core.kernels.contract import OPS, SAMPLING_OPS, Unavailable
 from deepinfer_core.kernels.native import NativeProvider, compiler, library
 from deepinfer_core.kernels.registry import build_kernels, choose_provider, native_status
 from tests.core.kernels.native_library import needs_compiler
@@ -100,16 +100,18 @@ def test_a_user_without_a_home_folder_runs_on_the_reference(monkeypatch: pytest.
 
 
 @needs_compiler
-def test_every_operation_comes_from_the_native_kernels() -> None:
+def test_every_operation_of_the_forward_pass_comes_from_the_native_kernels() -> None:
     kernels, sources = build_kernels(CPU, small_config(), torch.float32)
-    assert {source.op for source in sources if source.provider == "native"} == set(OPS)
+    lacking = SAMPLING_OPS - {"draw_token"}  # torch is as good at what is left of sampling on a CPU
+    assert {source.op for source in sources if source.provider == "native"} == set(OPS) - lacking
     assert kernels.row_multiple == 1
 
 
 @needs_compiler
 def test_another_dtype_runs_on_the_reference_with_the_reason() -> None:
     kernels, sources = build_kernels(CPU, small_config(), torch.bfloat16)
-    assert all(source.provider == "reference" and "float32" in source.reason for source in sources)
+    assert all(source.provider == "reference" for source in sources)
+    assert all("float32" in source.reason for source in sources if source.op not in SAMPLING_OPS - {"draw_token"})
     assert kernels.row_multiple == 8
 
 

@@ -19,15 +19,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
 
 if TYPE_CHECKING:
+    from deepinfer_core.kernels.reference.adjust import LogitChanges
     from deepinfer_core.kernels.reference.coded import Weight
+    from deepinfer_core.kernels.reference.filters import RowFilters
 
-__all__ = ["CODED_OPS", "CODED_RMS", "OPS", "Capability", "KernelProvider", "Kernels", "OpContract", "Unavailable"]
+__all__ = [
+    "CODED_OPS",
+    "CODED_RMS",
+    "OPS",
+    "SAMPLING_OPS",
+    "Capability",
+    "KernelProvider",
+    "Kernels",
+    "OpContract",
+    "Unavailable",
+]
 
 type PlanHandle = Any  # private to a provider
 
@@ -77,8 +91,16 @@ class Kernels:
     engram_rows: Callable[..., Tensor]
     engram_gate: Callable[..., Tensor]
     markov_step: Callable[..., tuple[Tensor, Tensor]]
-    # sampling
-    draw_token: Callable[..., tuple[Tensor, Tensor]]  # scores [R, V] float32, seed, position, stream -> ids, failed [R]
+    # sampling: V logits a row, float32; what the host knows of the rows comes as numpy arrays
+    adjust_logits: Callable[[Tensor, LogitChanges], Tensor]  # mask, bias, penalties [R, V]
+    filter_logits: Callable[[Tensor, RowFilters], Tensor]  # temperature, top-k, top-p, min-p [R, V]
+    draw_token: Callable[..., tuple[Tensor, Tensor]]  # scores [R, V], seed, position, stream -> ids, failed [R]
+    accept_drafts: Callable[
+        [Tensor, Tensor, Tensor, NDArray[np.int32]], tuple[Tensor, Tensor, Tensor]
+    ]  # emitted, stands, failed [N], first rows of M segments -> tokens [M, 1 + D], num_tokens, failed [M]
+    token_logprobs: Callable[
+        [Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]
+    ]  # logits, token [R], n -> logprob, rank [R], top ids, theirs [R, n]
     # no operation: rows of a step come in multiples of this, 1 where every operation takes any number without waste
     row_multiple: int = 8
 
@@ -124,7 +146,10 @@ _EXACT = frozenset(
         "plan_index",
         "plan_experts",
         "combine_experts",
+        "adjust_logits",
+        "filter_logits",
         "draw_token",
+        "accept_drafts",
     )
 )
 _FLOAT32_TOLERANCES = {
@@ -151,6 +176,9 @@ OPS: Mapping[str, OpContract] = {
     spec.name: _contract(spec.name) for spec in fields(Kernels) if spec.name != "row_multiple"
 }
 
+
+# What runs after the forward pass, on sample rows only: no padding, and on a CPU torch does it.
+SAMPLING_OPS = frozenset(("adjust_logits", "filter_logits", "draw_token", "accept_drafts", "token_logprobs"))
 
 # Operations whose weights may be coded (reference/coded.py): an engine with float8_products gives them such weights.
 CODED_OPS = frozenset(("linear", "run_experts", "shared_expert"))

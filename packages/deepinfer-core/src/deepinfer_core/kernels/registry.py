@@ -23,7 +23,7 @@ from deepinfer_core.config.engine import CpuKernels
 from deepinfer_core.config.env import read_text
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
-from deepinfer_core.kernels.contract import OPS, Capability, KernelProvider, Kernels, Unavailable
+from deepinfer_core.kernels.contract import OPS, SAMPLING_OPS, Capability, KernelProvider, Kernels, Unavailable
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.reference import REFERENCE
 
@@ -132,7 +132,7 @@ def build_kernels(
             # On an accelerator torch picks products and reductions by the number of rows; what is exact has one result.
             sources.append(OpSource(op, "reference", why_not or "", choice.device == "cpu" or OPS[op].exact))
     # The reference is exact for any number of rows but pads to its tiles in every call; native code needs no tiles.
-    only_native = all(source.provider == NativeProvider.name for source in sources)
+    only_native = all(source.provider == NativeProvider.name for source in sources if source.op not in SAMPLING_OPS)
     return Kernels(**table, row_multiple=1 if only_native else REFERENCE.row_multiple), sources
 
 

@@ -27,7 +27,7 @@ from deepinfer_core.config.engine import EngineConfig
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError, ParallelError
-from deepinfer_core.kernels.contract import CODED_OPS
+from deepinfer_core.kernels.contract import CODED_OPS, SAMPLING_OPS
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
 from deepinfer_core.model.params import build_params
@@ -245,7 +245,7 @@ def _set_torch_threads(op_sources: list[OpSource]) -> None:
     """One torch thread where the native kernels do the work: they start threads of their own when a call is worth it,
     and torch's would only wait for each other between small operations, for very long on a busy machine.
     """
-    if all(source.provider == NativeProvider.name for source in op_sources):
+    if all(source.provider == NativeProvider.name for source in op_sources if source.op not in SAMPLING_OPS):
         torch.set_num_threads(1)
 
 

@@ -116,7 +116,7 @@ class Runner:
             eos_token_id=model_config.eos_token_id,
             mode="ratio" if config.verification == "ratio" else "coupled",
             logprobs_mode="processed" if config.logprobs_mode == "processed" else "raw",
-            draw=kernels.draw_token,
+            kernels=kernels,
         )
         self.forward = Forward(
             self.backbone,
@@ -357,7 +357,9 @@ class Runner:
             admission = self._admitted[int(plan.segment_slot[segment])]
             target = to_device(admission.token_ids[positions + 1], self.device)
             wanted = to_device(sample_rows, self.device)
-            found[segment] = prompt_logprobs(logits[wanted], target, admission.params.prompt_logprobs or 0)
+            found[segment] = prompt_logprobs(
+                logits[wanted], target, admission.params.prompt_logprobs or 0, self.kernels
+            )
         return found
 
 

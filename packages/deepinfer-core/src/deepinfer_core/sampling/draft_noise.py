@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepinfer_core.sampling.draw import DrawToken, draw_token
-from deepinfer_core.sampling.filters import RowFilters
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.sampling.filters import RowFilters, apply_temperature, to_device
 from deepinfer_core.sampling.philox import gumbel_noise
 from deepinfer_core.sampling.streams import Stream
 
@@ -36,7 +37,7 @@ class DraftNoise:
     num_ids: int  # ids from here on have no token
     num_steps: int
     stream: Stream
-    draw: DrawToken = draw_token
+    kernels: Kernels = REFERENCE
     _block: Tensor | None = field(default=None, init=False)  # [S, num_steps, ids]
 
     def choose(self, step: int, logits: Tensor) -> Tensor:
@@ -45,12 +46,14 @@ class DraftNoise:
         likeliest = logits.argmax(1)
         if self.filters is None:
             return likeliest
-        coupled = self.stream is Stream.TOKEN
-        scores = self.filters.apply(logits) if coupled else self.filters.apply_temperature(logits)
+        if self.stream is Stream.TOKEN:
+            scores = self.kernels.filter_logits(logits, self.filters)
+        else:
+            scores = apply_temperature(logits, to_device(self.filters.temperature, logits.device))
         if len(self.seed) * self.num_steps * self.num_ids <= _SMALL_BLOCK:
             token = scores.add(self._block_noise()[:, step]).argmax(1)
         else:
-            token, _ = self.draw(scores, self.seed, self.first_position + step, int(self.stream))
+            token, _ = self.kernels.draw_token(scores, self.seed, self.first_position + step, int(self.stream))
         return token.where(~self.greedy, likeliest)
 
     def _block_noise(self) -> Tensor:

@@ -3,8 +3,8 @@
     pool row    prompt_seen  bool  [V]     v is in the prompt
                 output_count int32 [V]     how often v is in the output
 
-At row k of a segment the history is what was committed, the anchor included, and the drafts 1 .. k: those are added to
-a copy of the counts, so that a rejected draft leaves no trace.
+At row k of a segment the history is what was committed, the anchor included, and the drafts 1 .. k: those are counted
+beside the pool (kernels/reference/adjust.py), so that a rejected draft leaves no trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer_core.sampling.filters import to_device
+from deepinfer_core.kernels.reference.columns import to_device
+from deepinfer_core.kernels.reference.adjust import Penalties
 
 __all__ = ["TokenHistory"]
 
@@ -47,34 +48,30 @@ class TokenHistory:
         if row is not None:
             self._free.append(row)
 
-    def before(self, slots: NDArray[np.int32], token: Tensor, is_draft: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        """(prompt_seen, output_count) [R, V] at R rows, each the copy that its penalties see.
-
-        slots [R]: the rows' slots, rows of a segment together and in order; token [R]: the rows' own tokens, on the
-        device; is_draft [R]: whether that token is a draft, hence not committed.
+    def penalties(
+        self,
+        index: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        num_drafts: NDArray[np.int64],
+        token: Tensor,
+        records: NDArray[np.void],
+    ) -> Penalties:
+        """What rows `index` [n] of a step ask for. slots [n]; num_drafts [n]: the row's own token and so many - 1
+        before it are drafts, hence not committed; token [R]: own tokens of all rows, on the device; records [n].
         """
-        rows = self._rows(slots)
-        counts = self._output_count[rows]
-        # Pairs (row, earlier or own draft of its segment): the drafts that a row takes for granted.
-        starts = np.flatnonzero(~is_draft)
-        first = np.repeat(starts, np.diff(np.append(starts, len(slots))))
-        num_drafts = np.arange(len(slots)) - first
-        seeing = np.repeat(np.arange(len(slots)), num_drafts)
-        if len(seeing):
-            within = np.arange(len(seeing)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
-            seen = to_device(first[seeing] + 1 + within, self._device)
-            at = (to_device(seeing, self._device), token[seen])
-            counts.index_put_(at, torch.ones_like(seen, dtype=torch.int32), accumulate=True)
-        return self._prompt_seen[rows], counts
+        return Penalties(
+            index, self._rows(slots), num_drafts, records["repetition"], records["presence"], records["frequency"],
+            token, self._prompt_seen, self._output_count,
+        )  # fmt: skip
 
     def commit(self, slots: NDArray[np.int32], tokens: Tensor) -> None:
         """Count what was drawn. slots: [S]; tokens: int64 [S, T] on the device, -1 where there is none."""
-        rows = self._rows(slots)[:, None].expand_as(tokens)
+        rows = to_device(self._rows(slots), self._device)[:, None].expand_as(tokens)
         drawn = (tokens >= 0).int()
         self._output_count.index_put_((rows, tokens.clamp(min=0)), drawn, accumulate=True)
 
-    def _rows(self, slots: NDArray[np.int32]) -> Tensor:
-        return to_device(np.array([self._row_of[int(slot)] for slot in slots], np.int64), self._device)
+    def _rows(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.array([self._row_of[int(slot)] for slot in slots], np.int64)
 
     def _grow(self) -> None:
         size = len(self._output_count)

@@ -1,19 +1,14 @@
-"""Log-probabilities of drawn tokens and of the most likely ones, with ranks that are unique.
-
-    logprob(v) = log_softmax(logits)_v          rank(v) = 1 + #{u : x_u > x_v, or x_u = x_v and u < v}
-
-so the token with rank r is entry r - 1 of the descending list: equal values go by the lower id in both.
-"""
+"""Log-probabilities on their way to the host: of drawn tokens and of a prompt's (kernels/reference/logprobs.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from deepinfer_core.sampling.processors import top_k_mask
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.scheduling.plan import TokenLogprobs
 
 __all__ = ["LogprobRows", "PromptLogprobs", "prompt_logprobs", "token_logprobs"]
@@ -49,14 +44,9 @@ class LogprobRows:
         ]
 
 
-def token_logprobs(logits: Tensor, token: Tensor, num_top: int) -> LogprobRows:
+def token_logprobs(logits: Tensor, token: Tensor, num_top: int, kernels: Kernels = REFERENCE) -> LogprobRows:
     """Of `token` [R] and the `num_top` most likely entries under logits [R, V]."""
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, token[:, None])  # [R, 1]
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    ahead = (logprobs > own) | ((logprobs == own) & (ids < token[:, None]))
-    top_ids, top_values = _top_entries(logprobs, min(num_top, logits.shape[1]))
-    return LogprobRows(token, own[:, 0], ahead.sum(1) + 1, top_ids, top_values)
+    return LogprobRows(token, *kernels.token_logprobs(logits.float(), token, num_top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +61,8 @@ class PromptLogprobs:
         return [entry for part in self.parts for entry in part.on_host([self.num_top] * len(part.token))]
 
 
-def prompt_logprobs(logits: Tensor, target: Tensor, num_top: int) -> PromptLogprobs:
+def prompt_logprobs(logits: Tensor, target: Tensor, num_top: int, kernels: Kernels = REFERENCE) -> PromptLogprobs:
     """For prompt rows: logits [R, V] of positions p, target [R] the prompt's tokens at p + 1."""
     rows = max(1, _TILE_LOGITS // logits.shape[1])
     pairs = zip(logits.split(rows), target.split(rows), strict=True)
-    return PromptLogprobs(tuple(token_logprobs(part, tokens, num_top) for part, tokens in pairs), num_top)
-
-
-def _top_entries(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """ids and values [R, n] of the n largest entries, by descending value, then ascending id."""
-    num_rows, num_ids = values.shape
-    if n == 0:
-        return values.new_empty(num_rows, 0, dtype=torch.int64), values.new_empty(num_rows, 0)
-    kept = top_k_mask(values, torch.full((num_rows,), n, device=values.device), n)
-    ids = torch.arange(num_ids, device=values.device).where(kept, num_ids)
-    ids = ids.topk(n, dim=1, largest=False, sorted=True).values  # the kept ids, ascending
-    top = values.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    return ids.gather(1, top.indices), top.values
+    return PromptLogprobs(tuple(token_logprobs(part, tokens, num_top, kernels) for part, tokens in pairs), num_top)

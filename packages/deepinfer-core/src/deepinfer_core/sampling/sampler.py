@@ -35,15 +35,17 @@ from torch import Tensor
 
 from deepinfer_core.config.sampling import LogprobsMode
 from deepinfer_core.config.scheduler import Verification
-from deepinfer_core.sampling import processors
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.adjust import Entries, LogitChanges, Masks, Penalties
 from deepinfer_core.sampling.draft_noise import DraftNoise
-from deepinfer_core.sampling.draw import DrawToken, argmax_token, draw_token
-from deepinfer_core.sampling.filters import RowFilters, rows_of, to_device
+from deepinfer_core.sampling.draw import argmax_token
+from deepinfer_core.sampling.filters import RowFilters, apply_temperature, rows_of, to_device
 from deepinfer_core.sampling.history import TokenHistory
 from deepinfer_core.sampling.logprobs import LogprobRows, token_logprobs
 from deepinfer_core.sampling.slot_table import SlotTable
 from deepinfer_core.sampling.streams import Stream
-from deepinfer_core.sampling.verify import SegmentGrid, ratio_draw
+from deepinfer_core.sampling.verify import ratio_draw
 from deepinfer_core.scheduling.plan import Admission, Release, TokenLogprobs
 
 __all__ = ["SampleRows", "SampledBatch", "Sampler"]
@@ -118,8 +120,7 @@ class Sampler:
     """Draws and verifies tokens for up to `num_slots` requests at once (module docstring).
 
     vocab_size: width of the logits. mask_from: ids from here on have no token (`len(tokenizer)`) and are never drawn.
-    mode: how drafts are verified. logprobs_mode: for requests that don't choose. draw: `draw_token` of the device's
-    kernels.
+    mode: how drafts are verified. logprobs_mode: for requests that don't choose. kernels: the device's.
     """
 
     def __init__(
@@ -132,9 +133,9 @@ class Sampler:
         eos_token_id: int,
         mode: Verification = "coupled",
         logprobs_mode: LogprobsMode = "raw",
-        draw: DrawToken = draw_token,
+        kernels: Kernels = REFERENCE,
     ) -> None:
-        self._draw_token = draw
+        self._kernels = kernels
         self._num_ids = min(mask_from, vocab_size)
         self._device = torch.device(device)
         self._mode = mode
@@ -165,13 +166,12 @@ class Sampler:
         emitted, stands = drawn, drawn == rows.token.roll(-1)  # row k's draw against row k + 1's own token
         if self._mode == "ratio":
             emitted, stands = self._draw_by_ratio(step, rows, emitted, stands)
-        grid = SegmentGrid.of(rows.segment_start, self._device)
-        tokens, num_tokens = grid.accept(emitted, stands)
+        tokens, num_tokens, any_failed = self._kernels.accept_drafts(emitted, stands, failed, rows.segment_start)
         self._commit(rows, tokens)
         return SampledBatch(
             tokens,
             num_tokens,
-            grid.any_emitted(failed, num_tokens),
+            any_failed,
             (np.diff(rows.segment_start) - 1).astype(np.int32),
             self._report(step, rows.logits, emitted),
         )
@@ -190,7 +190,7 @@ class Sampler:
             self._num_ids,
             num_steps,
             Stream.TOKEN if self._mode == "coupled" else Stream.DRAFT,
-            self._draw_token,
+            self._kernels,
         )
 
     # ---- steps of sample() ----------------------------------------------------------------------------------------
@@ -203,46 +203,41 @@ class Sampler:
         random = np.flatnonzero(~records["greedy"])
         filtered = adjusted[:0]
         if random.size:
-            filtered = RowFilters.of(records[random]).apply(rows_of(adjusted, random))
+            filtered = self._kernels.filter_logits(rows_of(adjusted, random), RowFilters.of(records[random]))
         return _Step(records, segment, adjusted, random, filtered)
 
     def _adjusted(self, rows: SampleRows, records: NDArray[np.void]) -> Tensor:
         """Logits [N, ids] after masks, bias and penalties; a view of the input where there are none."""
         logits = rows.logits[:, : self._num_ids]
-        sparse = self._table.sparse_entries(rows.segment_slot, rows.segment_start)
-        penalised = np.flatnonzero(records["penalties"])
-        if rows.grammar_masks or sparse is not None or penalised.size:
-            logits = logits.clone()
-        if rows.grammar_masks:
-            masks = np.stack(list(rows.grammar_masks.values())).view(np.int32)
-            index = np.fromiter(rows.grammar_masks, np.int64)
-            processors.apply_bit_masks(logits, self._to_device(index), self._to_device(masks))
-        if sparse is not None:
-            row, value = self._to_device(sparse.row), self._to_device(sparse.value)
-            num_output = rows.position[row] + 1 - self._to_device(records["prompt_tokens"][sparse.row])
-            until = self._to_device(sparse.until_output)
-            value = value.where((until == 0) | (num_output < until), 0.0)
-            processors.add_sparse(logits, row, self._to_device(sparse.token_id), value)
-        if penalised.size:
-            self._penalise(logits, rows, records[penalised], penalised)
-        return logits
+        changes = LogitChanges(_masks(rows), self._entries(rows, records), self._penalties(rows, records))
+        return self._kernels.adjust_logits(logits, changes) if changes else logits
 
-    def _penalise(self, logits: Tensor, rows: SampleRows, records: NDArray[np.void], index: NDArray[np.int64]) -> None:
+    def _entries(self, rows: SampleRows, records: NDArray[np.void]) -> Entries | None:
+        sparse = self._table.sparse_entries(rows.segment_slot, rows.segment_start)
+        if sparse is None:
+            return None
+        row, value = self._to_device(sparse.row), self._to_device(sparse.value)
+        num_output = rows.position[row] + 1 - self._to_device(records["prompt_tokens"][sparse.row])
+        until = self._to_device(sparse.until_output)
+        return Entries(sparse.row, sparse.token_id, value.where((until == 0) | (num_output < until), 0.0))
+
+    def _penalties(self, rows: SampleRows, records: NDArray[np.void]) -> Penalties | None:
+        index = np.flatnonzero(records["penalties"])
+        if not index.size:
+            return None
         lengths = np.diff(rows.segment_start)
-        is_draft = np.ones(rows.segment_start[-1], np.bool_)
-        is_draft[rows.segment_start[:-1]] = False
-        at = self._to_device(index)
+        num_drafts = np.arange(len(records)) - np.repeat(rows.segment_start[:-1], lengths)
         slots = np.repeat(rows.segment_slot, lengths)[index]
-        prompt_seen, output_count = self._history.before(slots, rows.token[at], is_draft[index])
-        factors = (self._to_device(records[name]) for name in ("repetition", "presence", "frequency"))
-        logits[at] = processors.apply_penalties(logits[at], prompt_seen, output_count, *factors)
+        return self._history.penalties(index, slots, num_drafts[index], rows.token, records[index])
 
     def _draw(self, step: _Step, position: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [N], failed [N])."""
         if not step.random.size:
             return argmax_token(step.adjusted)
         seed = self._to_device(step.records["seed"][step.random])
-        token, failed = self._draw_token(step.filtered, seed, rows_of(position, step.random) + 1, int(Stream.TOKEN))
+        token, failed = self._kernels.draw_token(
+            step.filtered, seed, rows_of(position, step.random) + 1, int(Stream.TOKEN)
+        )
         if len(token) == len(step.adjusted):
             return token, failed
         all_token, all_failed = argmax_token(step.adjusted)
@@ -262,7 +257,9 @@ class Sampler:
         at = self._to_device(index)
         token, accepted = ratio_draw(
             step.filtered[self._to_device(np.flatnonzero(chosen))],
-            RowFilters.of(step.records[index]).apply_temperature(rows.draft_logits[at][:, : self._num_ids]),
+            apply_temperature(
+                rows.draft_logits[at][:, : self._num_ids], self._to_device(step.records["temperature"][index])
+            ),
             rows.token[at + 1],
             self._to_device(step.records["seed"][index]),
             rows.position[at] + 1,
@@ -282,9 +279,16 @@ class Sampler:
             if index.size:
                 mine = rows_of(step.final_logits() if logits is None else logits, index)
                 num_top = step.records["num_logprobs"][index]
-                values = token_logprobs(mine, rows_of(emitted, index), int(num_top.max()))
+                values = token_logprobs(mine, rows_of(emitted, index), int(num_top.max()), self._kernels)
                 found.append(ReportedRows(values, step.segment[index], num_top))
         return tuple(found)
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
+
+
+def _masks(rows: SampleRows) -> Masks | None:
+    if not rows.grammar_masks:
+        return None
+    words = np.stack(list(rows.grammar_masks.values())).view(np.int32)
+    return Masks(np.fromiter(rows.grammar_masks, np.int64), words)

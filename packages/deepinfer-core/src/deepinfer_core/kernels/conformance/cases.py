@@ -1,55 +1,26 @@
-"""Inputs for every operation of the contract: row tensors, which a test may cut, and what all rows share.
+"""Inputs for every operation of the contract; those of sampling stand in `sampling_cases`.
 
-A case runs an operation through a `Kernels` table: `run(kernels, rows, shared)` -> tuple of tensors with one row an
-input row, or, for operations that write, the whole cache after the write. Shapes cover the release's head sizes, the
-tiny checkpoints', one row, a number of rows that is no multiple of a tile, rows that see nothing, ties.
+Shapes cover the release's head sizes, the tiny checkpoints', one row, a number of rows that is no multiple of a tile,
+rows that see nothing, ties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.conformance.case import CacheContent, Case, Inputs
+from deepinfer_core.kernels.conformance.sampling_cases import sampling_cases
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.coded import code_columns
-from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack, unpack
+from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat
 from deepinfer_core.kernels.reference.rounding import round_index
 
 __all__ = ["CacheContent", "Case", "Inputs", "all_cases"]
 
 _CODED_UNIT = 32  # the coded weights of a model have rows of whole units
-
-type Inputs = dict[str, Any]
-type Run = Callable[[Kernels, Inputs, Inputs], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class CacheContent:
-    """What a cache holds; the test stores it in the form that the provider wants."""
-
-    values: Tensor  # [rows, dim] float32
-    fmt: RecordFormat
-
-    def stored(self, form: str, dtype: torch.dtype, device: str) -> Tensor:
-        """Packed records, or the rounded values in `dtype`."""
-        records = pack(self.values, self.fmt)
-        return (records if form == "packed" else unpack(records, self.fmt).to(dtype)).to(device)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operation on one shape. `make(rows, generator)` gives row inputs and shared ones, float32 on the CPU."""
-
-    op: str
-    name: str
-    make: Callable[[int, torch.Generator], tuple[Inputs, Inputs]]
-    run: Run
-    by_row: bool = True  # outputs have one row an input row
-    coded: bool = False  # its weights are coded; only for operations that a provider takes such weights for
 
 
 def all_cases() -> Iterator[Case]:
@@ -62,7 +33,7 @@ def all_cases() -> Iterator[Case]:
     yield from _indexer()
     yield from _experts()
     yield from _engram_and_draft()
-    yield from _draws()
+    yield from sampling_cases()
 
 
 def _randn(g: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
@@ -368,26 +339,3 @@ def _engram_and_draft() -> Iterator[Case]:
         return o.markov_step(r["base"], r["hidden"], r["previous"], s["embed"], s["head"], s["confidence"])
 
     yield Case("markov_step", "384", make_draft, markov)
-
-
-def _draws() -> Iterator[Case]:
-    for ids in (5, 3000, 8193):
-
-        def make(rows: int, g: torch.Generator, ids: int = ids) -> tuple[Inputs, Inputs]:
-            scores = _randn(g, rows, ids, scale=3.0)
-            scores[0, ::2] = float("-inf")
-            if rows > 3:
-                scores[1] = float("-inf")  # nothing can be drawn
-                scores[2, ids // 2] = float("nan")
-                scores[3, :-1] = float("-inf")
-            row = {"scores": scores, "seed": _randint(g, -(2**62), 2**62, rows)}
-            return row | {"position": _randint(g, 0, 2**34, rows)}, {}
-
-        def draw(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
-            found: list[Tensor] = []
-            for stream in (0, 3):
-                token, failed = o.draw_token(r["scores"], r["seed"], r["position"], stream)
-                found += [token.masked_fill(failed, 0), failed]  # the id of a failed draw means nothing
-            return tuple(found)
-
-        yield Case("draw_token", str(ids), make, draw)

@@ -6,6 +6,7 @@ It is the oracle of all other providers and the product on the CPU. No Python lo
 from __future__ import annotations
 
 from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference.adjust import adjust_logits
 from deepinfer_core.kernels.reference.cache_ops import (
     attend,
     copy_rows,
@@ -20,12 +21,15 @@ from deepinfer_core.kernels.reference.compressor import pool_pairs
 from deepinfer_core.kernels.reference.draw import draw_token
 from deepinfer_core.kernels.reference.dspark import markov_step
 from deepinfer_core.kernels.reference.engram import engram_gate, engram_rows
+from deepinfer_core.kernels.reference.filters import filter_logits
 from deepinfer_core.kernels.reference.indexer import candidate_blocks, select_entries
 from deepinfer_core.kernels.reference.linear import grouped_linear, head_logits, linear
+from deepinfer_core.kernels.reference.logprobs import token_logprobs
 from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix
 from deepinfer_core.kernels.reference.moe import combine_experts, plan_tiles, route, run_experts, shared_expert
 from deepinfer_core.kernels.reference.norm_rope import apply_rope, rms_norm, rope_table
 from deepinfer_core.kernels.reference.rounding import round_index
+from deepinfer_core.kernels.reference.verify import accept_drafts
 
 __all__ = ["REFERENCE"]
 
@@ -59,5 +63,9 @@ REFERENCE = Kernels(
     engram_rows=engram_rows,
     engram_gate=engram_gate,
     markov_step=markov_step,
+    adjust_logits=adjust_logits,
+    filter_logits=filter_logits,
     draw_token=draw_token,
+    accept_drafts=accept_drafts,
+    token_logprobs=token_logprobs,
 )

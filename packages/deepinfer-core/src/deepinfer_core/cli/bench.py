@@ -34,6 +34,7 @@ from deepinfer_core.cli.bench_eplb import add_eplb_flags, run_eplb
 from deepinfer_core.cli.bench_slice import add_slice_flags, run_slice
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
+from deepinfer_core.cli.results import check_outputs, check_plot, write_json
 from deepinfer_core.cli.workload import MADE_UP, made_up, read_workload, write_workload
 from deepinfer_core.config.checks import check_integer, check_number
 from deepinfer_core.config.sampling import SamplingParams
@@ -132,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     loads = [_load(text) for text in args.loads.split(",")]
+    check_outputs(args.output, args.save_workload)
+    check_plot(args.plot)
     settings: dict[str, Any] = {"quiet": True} | settings_from(args)
     if args.workload in MADE_UP:
         requests = check_integer("--requests", _number(args.requests or "100"), 1, 1_000_000, ConfigError)
@@ -143,10 +146,11 @@ def _serve(args: argparse.Namespace) -> int:
         write_workload(args.save_workload, workload)
     from deepinfer_core.cli.bench_workload import measure_load, plot
 
-    found = [measure_load(settings, workload, load) for load in loads]
+    progress = "quiet" not in settings_from(args)
+    found = [measure_load(settings, workload, load, progress=progress) for load in loads]
     results = {"machine": _machine(), "workload": args.workload, "settings": settings, "loads": found}
     if args.output is not None:
-        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_json(args.output, results)
     if args.plot is not None:
         plot(results, args.plot)
     if args.json:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import pydoc_data.topics
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import settings_from
+from deepinfer_core.cli.results import check_outputs, check_plot, new_figure, save_figure, write_json
 from deepinfer_core.config.checks import check_integer, check_number
 from deepinfer_core.errors import ConfigError, RequestError
 from deepinfer_core.scheduling.expert_placement import ExpertTopology
@@ -54,6 +54,8 @@ def run_eplb(args: argparse.Namespace) -> int:
     window = check_integer("--eplb-window", args.eplb_window, 1, 1_000_000, ConfigError)
     interval = check_integer("--eplb-interval", args.eplb_interval, 1, 1_000_000, ConfigError)
     skew = args.eplb_skew if args.eplb_skew is None else check_number("--eplb-skew", args.eplb_skew, 0, 5, ConfigError)
+    check_outputs(args.output)
+    check_plot(args.plot)
     settings = settings_from(args)
     from deepinfer_core.runtime.routing_record import record_routing  # loads torch
 
@@ -70,7 +72,7 @@ def run_eplb(args: argparse.Namespace) -> int:
         played = replay_routing(counts, topology, num_experts + extra, window, interval, ReplayCosts())
     results = _results(played, skew, recorded_mean, devices, extra, window, interval)
     if args.output is not None:
-        args.output.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        write_json(args.output, results, indent=None)
     if args.plot is not None:
         plot_balance(results, args.plot)
     _show(results)
@@ -123,11 +125,7 @@ def _show(results: dict[str, Any]) -> None:
 
 def plot_balance(results: dict[str, Any], path: Path) -> None:
     """busiest / mean over the steps, a line without and one with. ConfigError without matplotlib, or unwritable."""
-    try:
-        from matplotlib.figure import Figure  # an extra: only this function needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install deepinfer-core[bench]") from error
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axes = figure.subplots()
     for name, label in (("without", "first placement"), ("with", "with the balancer")):
         axes.plot(_smoothed(results[name]), label=label)
@@ -137,10 +135,7 @@ def plot_balance(results: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("busiest device / mean, mean of 20 steps")
     axes.set_title(f"{results['devices']} devices, {results['extra_slots']} extra slots; load {results['load']}")
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from error
+    save_figure(figure, path)
 
 
 def _smoothed(values: list[float], width: int = 20) -> np.ndarray:

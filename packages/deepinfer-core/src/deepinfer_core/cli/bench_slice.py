@@ -13,11 +13,11 @@ import argparse
 import json
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import settings_from
+from deepinfer_core.cli.results import check_outputs, write_json
 from deepinfer_core.config.checks import check_integer, check_number, shown
 from deepinfer_core.errors import CapacityError, ConfigError
 
@@ -71,6 +71,7 @@ def run_slice(args: argparse.Namespace) -> int:
     prompts = _numbers("--prefill", args.prefill) if args.prefill else []
     chunk = check_integer("--chunk", args.chunk, 128, _MOST, ConfigError)
     sets = None if args.expert_sets is None else check_integer("--expert-sets", args.expert_sets, 1, 64, ConfigError)
+    check_outputs(args.output)
     float8 = bool(settings_from(args).get("float8_products", False))
     from deepinfer_core.runtime.rank_slice import SliceSize
 
@@ -80,7 +81,7 @@ def run_slice(args: argparse.Namespace) -> int:
         size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets, float8)
     found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps)
     if args.output is not None:
-        Path(args.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(args.output, found)
     if args.json:
         print(json.dumps(found, indent=1))
         return 0

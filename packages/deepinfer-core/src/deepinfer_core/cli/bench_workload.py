@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from tqdm import tqdm
+
+from deepinfer_core.cli.results import new_figure, save_figure
 from deepinfer_core.cli.workload import Arrival
 from deepinfer_core.engine import Engine
-from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.errors import RequestError
 from deepinfer_core.outputs import AnswerMetrics
 
 __all__ = ["measure_load", "plot"]
@@ -37,20 +40,25 @@ class _Served:
     metrics: AnswerMetrics | None
 
 
-def measure_load(settings: dict[str, Any], workload: Sequence[Arrival], load: float) -> dict[str, Any]:
+def measure_load(
+    settings: dict[str, Any], workload: Sequence[Arrival], load: float, *, progress: bool = False
+) -> dict[str, Any]:
     """Serve the workload `load` times as fast as it was written; the figures of this point, flat but for percentiles.
 
     Raises RequestError if no request of the workload could be answered.
     """
-    return asyncio.run(_measure(settings, workload, load))
+    return asyncio.run(_measure(settings, workload, load, progress))
 
 
-async def _measure(settings: dict[str, Any], workload: Sequence[Arrival], load: float) -> dict[str, Any]:
+async def _measure(
+    settings: dict[str, Any], workload: Sequence[Arrival], load: float, progress: bool
+) -> dict[str, Any]:
     async with Engine(**settings) as engine:
         await _serve(engine, Arrival(0.0, "The", output_tokens=2), 0.0, 0)  # the first step allocates
         before, start = engine.statistics(), time.perf_counter()
         tasks = [_serve(engine, one, start + one.arrival_s / load, seed) for seed, one in enumerate(workload)]
-        served = await asyncio.gather(*tasks)
+        with tqdm(total=len(tasks), desc=f"Load x {load:g}", unit="request", disable=not progress) as bar:
+            served = await asyncio.gather(*(_counted(task, bar) for task in tasks))
         seconds = time.perf_counter() - start - workload[0].arrival_s / load
         after = engine.statistics()
     times = [one.metrics for one in served if one.metrics is not None and one.finish_reason in ("stop", "length")]
@@ -78,6 +86,12 @@ async def _measure(settings: dict[str, Any], workload: Sequence[Arrival], load: 
     }
 
 
+async def _counted(task: Coroutine[Any, Any, _Served], bar: tqdm[NoReturn]) -> _Served:
+    served = await task
+    bar.update()
+    return served
+
+
 async def _serve(engine: Engine, one: Arrival, at_s: float, seed: int) -> _Served:
     await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
     prompt = one.prompt_for(engine.tokenizer.num_tokens)
@@ -97,17 +111,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """Throughput over per-user speed, a point a load. ConfigError without matplotlib, or if it cannot be written."""
-    try:
-        from matplotlib.figure import Figure  # an extra: only this function needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install deepinfer-core[bench]") from error
     points = [one for one in results["loads"] if one["user_tokens_per_s"]["p50"] is not None]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     speeds = [[one["user_tokens_per_s"][name] for one in points] for name in ("p10", "p50", "p90")]
     throughput = [one["output_tokens_per_s"] for one in points]
     axes.plot(speeds[1], throughput, "o-", label="median user")
-    axes.hlines(throughput, speeds[0], speeds[2], alpha=0.4, label="10th to 90th of a hundred users")
+    axes.hlines(throughput, speeds[0], speeds[2], alpha=0.4, label="10th to 90th percentile of users")
     for one, x, y in zip(points, speeds[1], throughput, strict=True):
         axes.annotate(f"load x {one['load']:g}", (x, y), textcoords="offset points", xytext=(6, 6))
     axes.set(xlabel="tokens/s for one user", ylabel="output tokens/s of all", title=results["workload"])
@@ -115,10 +125,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_ylim(0, 1.12 * max(throughput, default=1.0))
     axes.legend()
     axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from error
+    save_figure(figure, path)
 
 
 def _count(found: dict[str, object], name: str) -> int:

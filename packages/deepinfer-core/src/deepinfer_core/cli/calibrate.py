@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
 from deepinfer_core.cli.console import console, table_of
 from deepinfer_core.cli.options import add_setting_flags, settings_from
+from deepinfer_core.cli.results import check_outputs, write_json
 from deepinfer_core.cli.workload import Arrival, read_workload
 from deepinfer_core.config.checks import check_integer
 from deepinfer_core.config.engine import resolve_settings
@@ -64,15 +66,16 @@ def run(args: argparse.Namespace) -> int:
     """Log, fit, print."""
     records = check_integer("--records", args.records, 100, 10_000_000, ConfigError)
     workload = list(_BUILT_IN) if args.workload is None else read_workload(args.workload)
+    check_outputs(args.output)
     settings = settings_from(args)
     for name, value in _FORCED.items():
         if settings.get(name, value) != value:
             raise ConfigError(f"{name} is {settings[name]!r}; calibration needs {value!r}, leave it out")
     config = resolve_settings({"quiet": True} | settings | _FORCED).config
-    log = record(config, workload, records)
+    log = record(config, workload, records, progress=not settings.get("quiet", False))
     fitted = Calibration.fit(log, config.speculation.verification)
     if args.output is not None:
-        _write(args.output, fitted)
+        write_json(args.output, fitted.as_dict())
     if args.json:
         print(json.dumps(fitted.as_dict(), indent=1))
     else:
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def record(config: EngineConfig, workload: list[Arrival], num_records: int) -> ConfidenceLog:
+def record(config: EngineConfig, workload: list[Arrival], num_records: int, *, progress: bool = False) -> ConfidenceLog:
     """Answer the workload again and again, with new seeds, until so many draft blocks were judged.
 
     Raises ConfigError for an engine without drafts, RequestError for a workload in which nothing is drafted.
@@ -98,19 +101,21 @@ def record(config: EngineConfig, workload: list[Arrival], num_records: int) -> C
             raise ConfigError("num_drafts is 0, or the checkpoint has no drafter: there is nothing to calibrate")
         loop = make_loop(engine.scheduler, device, overlap=config.scheduler.overlap)
         book = AnswerBook(engine.scheduler, engine.fingerprint)
-        for number in range(_MOST_ROUNDS):
-            before = len(device)
-            for i, one in enumerate(workload):
-                prompt = one.prompt_for(engine.tokenizer.num_tokens)
-                request = factory.prepare(prompt, one.sampling_params(seed=number * len(workload) + i))
-                factory.start(request)
-                book.submit(request)
-            while loop.has_work:
-                book.distribute(loop.step())
-            if len(device) >= num_records:
-                break
-            if len(device) == before:
-                raise RequestError("the workload drafts nothing: its answers are too short, or all of them failed")
+        with tqdm(total=num_records, desc="Logging", unit="block", disable=not progress) as bar:
+            for number in range(_MOST_ROUNDS):
+                before = len(device)
+                for i, one in enumerate(workload):
+                    prompt = one.prompt_for(engine.tokenizer.num_tokens)
+                    request = factory.prepare(prompt, one.sampling_params(seed=number * len(workload) + i))
+                    factory.start(request)
+                    book.submit(request)
+                while loop.has_work:
+                    book.distribute(loop.step())
+                    bar.update(len(device) - bar.n)
+                if len(device) >= num_records:
+                    break
+                if len(device) == before:
+                    raise RequestError("the workload drafts nothing: its answers are too short, or all of them failed")
         return device.log()
     finally:
         factory.close()
@@ -132,10 +137,3 @@ def _print(fitted: Calibration, log: ConfidenceLog) -> None:
     values = tuple(round(temperature, 4) for temperature in fitted.temperatures)
     flag = ",".join(f"{value:g}" for value in values)
     print(f"use it: --confidence-temperatures {flag}   or LLM(confidence_temperatures={values})")
-
-
-def _write(path: Path, fitted: Calibration) -> None:
-    try:
-        path.write_text(json.dumps(fitted.as_dict(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from error

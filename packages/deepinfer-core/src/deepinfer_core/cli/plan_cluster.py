@@ -14,11 +14,11 @@ from rich.table import Table
 
 from deepinfer_core.checkpoint.resolve import resolve_model
 from deepinfer_core.cli.console import table_of
+from deepinfer_core.cli.results import check_outputs, new_figure, save_figure
 from deepinfer_core.cluster.model_work import RELEASE, ModelWork
 from deepinfer_core.cluster.plan_file import read_plan
 from deepinfer_core.cluster.report import as_json, plan_cluster
 from deepinfer_core.config.model import ModelConfig
-from deepinfer_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.model is not None:
         work = ModelWork.of(ModelConfig.from_folder(resolve_model(args.model, weights=False)))
     plan = read_plan(Path(args.cluster))
-    picture = None if args.plot is None else (_new_figure(), Path(args.plot))
+    # Before the simulation: who lacks matplotlib learns it at once.
+    picture = None if args.plot is None else (new_figure(11, 4.5), Path(args.plot))
+    check_outputs(picture and picture[1])
     report = plan_cluster(plan, work)
     if picture is not None:
         _plot(report, *picture)
@@ -158,15 +160,6 @@ _PUBLISHED_DECODE = ((300.0, 2_400.0), (100.0, 25_600.0))  # (tokens/s a user, t
 _PUBLISHED_PREFILL = ((4_096, 60_000.0), (65_536, 90_000.0))  # (tokens a rank, tokens/s a device)
 
 
-def _new_figure() -> Figure:
-    """Before the simulation: who lacks matplotlib learns it at once."""
-    try:
-        from matplotlib.figure import Figure  # an extra: only --plot needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install deepinfer-core[bench]") from error
-    return Figure(figsize=(11, 4.5), layout="constrained")
-
-
 def _plot(report: Mapping[str, Any], figure: Figure, path: Path) -> None:
     """Throughput over per-user speed, and prefill throughput over the size of a step."""
     decode, prefill = figure.subplots(1, 2)
@@ -187,10 +180,7 @@ def _plot(report: Mapping[str, Any], figure: Figure, path: Path) -> None:
     for axes in (decode, prefill):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+    save_figure(figure, path)
 
 
 def _of(curve: Sequence[Mapping[str, float]], key: str) -> list[float]:

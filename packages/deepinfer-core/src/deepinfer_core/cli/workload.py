@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from deepinfer_core.cli.results import write_text
 from deepinfer_core.config.checks import check_integer, check_integers, check_number, shown
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import RequestError
@@ -88,16 +89,17 @@ def read_workload(path: Path) -> list[Arrival]:
 
 def write_workload(path: Path, workload: Iterable[Arrival]) -> None:
     """Write what `read_workload` reads."""
-    with path.open("w", encoding="utf-8") as file:
-        for one in workload:
-            line: dict[str, Any] = {"arrival_s": one.arrival_s}
-            if one.prompt is None:
-                line |= {"document": one.document, "prompt_tokens": one.prompt_tokens}
-            else:
-                line["prompt" if isinstance(one.prompt, str) else "prompt_token_ids"] = one.prompt
-            if one.output_tokens is not None:
-                line["output_tokens"] = one.output_tokens
-            file.write(json.dumps(line | ({"params": dict(one.params)} if one.params else {})) + "\n")
+    lines: list[str] = []
+    for one in workload:
+        line: dict[str, Any] = {"arrival_s": one.arrival_s}
+        if one.prompt is None:
+            line |= {"document": one.document, "prompt_tokens": one.prompt_tokens}
+        else:
+            line["prompt" if isinstance(one.prompt, str) else "prompt_token_ids"] = one.prompt
+        if one.output_tokens is not None:
+            line["output_tokens"] = one.output_tokens
+        lines.append(json.dumps(line | ({"params": dict(one.params)} if one.params else {})) + "\n")
+    write_text(path, "".join(lines))
 
 
 def made_up(kind: str, num_requests: int, requests_per_s: float, most_tokens: int, seed: int = 0) -> list[Arrival]:

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.gpu.e2e import TINY, four_layers
+from benchmarks.gpu.subjects import TINY, four_layers
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.runtime.rank_slice import release_config
 from deepinfer_kernels_nvidia.warm import variants

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
-from tests.core.engine.random_traffic import SHARED, random_traffic
-from tests.core.engine.traces import STYLES, Job, Oracle, Server, Traffic, engine_of
+from tests.core.engine.random_traffic import SETTINGS, SHARED, Setup, preempted_steps, random_traffic, setups
+from tests.core.engine.traces import STYLES, Job, Oracle, Server, Traffic, check, engine_of, play_anywhere
 from tests.core.harness import FIXTURES
 
 MODEL = FIXTURES / "tiny-a"
-MAX_MODEL_LEN = 640
-# The fixture's window has 8 tokens, so exact replay starts 28 rows before a hit of 256 and more.
-# Failing traces are not shrunk: a trace takes a second, shrinking takes hundreds of them.
-SETTINGS = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
+MAX_MODEL_LEN = 640  # the fixture's window has 8 tokens: exact replay starts 28 rows before a hit of 256 and more
 
 
 @pytest.fixture(scope="module")
@@ -35,63 +26,12 @@ def oracle() -> Iterator[Oracle]:
     made.close()
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Settings that must not matter; `decoder_prefill` is the one that may."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_chunk_tokens: int | None
-    num_blocks: int
-    num_drafts: int
-    draft_schedule: str
-    overlap: bool
-    prefix_replay: str
-    decoder_prefill: str
-
-
-setups = st.builds(
-    Setup,
-    max_num_seqs=st.sampled_from([1, 3, 8]),
-    max_num_batched_tokens=st.sampled_from([9, 64, 400]),
-    max_prefill_chunk_tokens=st.sampled_from([None, 7, 50]),
-    num_blocks=st.sampled_from([5, 9, 40]),
-    num_drafts=st.sampled_from([0, 3, 5]),
-    draft_schedule=st.sampled_from(["fixed", "scheduled"]),
-    overlap=st.booleans(),
-    prefix_replay=st.sampled_from(["off", "exact", "exact"]),
-    decoder_prefill=st.sampled_from(["compact", "exact", "full"]),
-)
-preempted_steps = st.frozensets(st.integers(0, 60), max_size=4)
-
-
-def check(oracle: Oracle, server: Server, traffic: list[Traffic], decoder_prefill: str) -> None:
-    """Every answer is the oracle's; of an aborted one its beginning."""
-    for one, answers in zip(traffic, server.play(traffic), strict=True):
-        for got, want in zip(answers, oracle.answers(one.job, decoder_prefill), strict=True):
-            if got.finish_reason == "abort":
-                assert one.aborted_after is not None
-                assert got.token_ids == want.token_ids[: len(got.token_ids)]
-            else:
-                assert got == want
-
-
-def play_anywhere(
-    oracle: Oracle, model: object, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
-) -> None:
-    engine = engine_of(str(model), max_model_len=MAX_MODEL_LEN, **vars(setup))
-    try:
-        check(oracle, Server(engine, oracle, preempts), traffic, setup.decoder_prefill)
-    finally:
-        engine.runner.close()
-
-
 @settings(SETTINGS, max_examples=8)
 @given(setups, random_traffic(6), preempted_steps)
 def test_answers_do_not_depend_on_load_settings_and_disturbances(
     oracle: Oracle, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
 ) -> None:
-    play_anywhere(oracle, MODEL, setup, traffic, preempts)
+    play_anywhere(oracle, setup, traffic, preempts)
 
 
 @pytest.mark.slow
@@ -100,7 +40,7 @@ def test_answers_do_not_depend_on_load_settings_and_disturbances(
 def test_answers_do_not_depend_on_load_in_many_traces(
     oracle: Oracle, setup: Setup, traffic: list[Traffic], preempts: frozenset[int]
 ) -> None:
-    play_anywhere(oracle, MODEL, setup, traffic, preempts)
+    play_anywhere(oracle, setup, traffic, preempts)
 
 
 def crowd(seed: int, count: int, styles: tuple[str, ...] = tuple(STYLES)) -> list[Traffic]:
@@ -187,5 +127,5 @@ def test_the_bundled_model_keeps_the_promise_too(seed: int) -> None:
         prefix_replay="exact",
         decoder_prefill=("compact", "full", "compact", "exact")[seed],
     )
-    play_anywhere(oracle, "tiny", setup, crowd(seed, 9), frozenset(rng.sample(range(60), 3)))
+    play_anywhere(oracle, setup, crowd(seed, 9), frozenset(rng.sample(range(60), 3)))
     oracle.close()

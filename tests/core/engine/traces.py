@@ -4,6 +4,8 @@
     Traffic     when a job comes, with which priority, and when it is aborted, if ever
     Server      an engine that plays traffic step by step, and watches the shared blocks of its cache
     Oracle      the plain loop, no drafts, no prefix cache, one request at a time, a prompt in one piece
+    Setup       settings that must not matter
+    check       plays traffic and holds every answer to the oracle's
 
 Times are counted in steps of the engine, so a trace is the same on every machine.
 """
@@ -63,6 +65,21 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Setup:
+    """Settings that must not matter; `decoder_prefill` is the one that may."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk_tokens: int | None
+    num_blocks: int
+    num_drafts: int
+    draft_schedule: str
+    overlap: bool
+    prefix_replay: str
+    decoder_prefill: str
+
+
+@dataclass(frozen=True)
 class Traffic:
     """A job in a trace."""
 
@@ -79,7 +96,7 @@ class Oracle:
     """
 
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
-        self._model, self._max_model_len, self._settings = model, max_model_len, settings
+        self.model, self.max_model_len, self.settings = model, max_model_len, settings
         self._engines: dict[str, AssembledEngine] = {}
         self._known: dict[tuple[Job, str], list[CompletionOutput]] = {}
         self._factory = RequestFactory(self._engine("full"), 0)
@@ -111,15 +128,15 @@ class Oracle:
     def _engine(self, decoder_prefill: str) -> AssembledEngine:
         if decoder_prefill not in self._engines:
             self._engines[decoder_prefill] = engine_of(
-                self._model,
-                max_model_len=self._max_model_len,
+                self.model,
+                max_model_len=self.max_model_len,
                 max_num_seqs=1,
-                max_num_batched_tokens=self._max_model_len,
+                max_num_batched_tokens=self.max_model_len,
                 num_drafts=0,
                 overlap=False,
                 prefix_replay="off",
                 decoder_prefill=decoder_prefill,
-                **self._settings,
+                **self.settings,
             )
         return self._engines[decoder_prefill]
 
@@ -173,7 +190,29 @@ class Server:
         for block, key in self.engine.scheduler.ledger.index._key_of.items():
             digest = blake2b()
             for tensor in self.engine.runner.state.export_block(block).values():
-                digest.update(tensor.numpy().tobytes())
+                digest.update(tensor.cpu().numpy().tobytes())
             digests[block, key] = digest.digest()
             assert self._digests.get((block, key), digests[block, key]) == digests[block, key], f"block {block}"
         self._digests = digests
+
+
+def check(oracle: Oracle, server: Server, traffic: Sequence[Traffic], decoder_prefill: str) -> None:
+    """Every answer is the oracle's; of an aborted one its beginning."""
+    for one, answers in zip(traffic, server.play(traffic), strict=True):
+        for got, want in zip(answers, oracle.answers(one.job, decoder_prefill), strict=True):
+            if got.finish_reason == "abort":
+                assert one.aborted_after is not None
+                assert got.token_ids == want.token_ids[: len(got.token_ids)]
+            else:
+                assert got == want
+
+
+def play_anywhere(
+    oracle: Oracle, setup: Setup, traffic: Sequence[Traffic], preempts: frozenset[int], **settings: Any
+) -> None:
+    """`check` on an engine of the oracle's model and numbers, with `setup` and other settings that must not matter."""
+    engine = engine_of(oracle.model, max_model_len=oracle.max_model_len, **oracle.settings | vars(setup) | settings)
+    try:
+        check(oracle, Server(engine, oracle, preempts), traffic, setup.decoder_prefill)
+    finally:
+        engine.runner.close()

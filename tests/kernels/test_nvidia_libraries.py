@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import logging
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -12,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.contract import OPS
 from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, pack
+from tests.kernels.fake_deep_gemm import FakeDeepGemm
 
 WIDTH = 64  # B_TOPK of the library's kernel for 64 heads
 
@@ -81,16 +85,47 @@ class FlashMla:
         return out[:, None], torch.zeros(rows, heads, per_row)
 
 
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> ModuleType:
+    """A module of that name which find_spec and import find."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
 @pytest.fixture
 def flash_mla(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
-    from deepinfer_kernels_nvidia import libraries
+    from deepinfer_kernels_nvidia.libraries import flash_mla
 
-    fake, module = FlashMla(), ModuleType("flash_mla")
-    module.__spec__ = importlib.machinery.ModuleSpec("flash_mla", None)
-    vars(module).update(flash_mla_with_kvcache=fake.flash_mla_with_kvcache, get_mla_metadata=fake.get_mla_metadata)
-    monkeypatch.setitem(sys.modules, "flash_mla", module)
-    libraries._schedule.cache_clear()
+    fake = FlashMla()
+    install(
+        monkeypatch,
+        "flash_mla",
+        flash_mla_with_kvcache=fake.flash_mla_with_kvcache,
+        get_mla_metadata=fake.get_mla_metadata,
+        fused_norm_rope_attn_rope_cast=ModuleType("fused_norm_rope_attn_rope_cast"),
+    )
+    flash_mla._schedule.cache_clear()
     return fake
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> FakeDeepGemm:
+    """The fake, prepared as at loading; rows are coded by the contract's rule, since the kernel for it needs a GPU."""
+    from deepinfer_kernels_nvidia.libraries import deep_gemm
+
+    fake = FakeDeepGemm(alignment=1)
+    install(monkeypatch, "deep_gemm", **{name: getattr(fake, name) for name in deep_gemm.NEEDS})
+    monkeypatch.setattr(deep_gemm, "code_rows_program", lambda dim: code_rows)
+    deep_gemm.prepare(sys.modules["deep_gemm"])
+    return fake
+
+
+def code_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    made = code_columns(x.t())
+    codes.copy_(made.codes)
+    scale.copy_(made.scale)
 
 
 def tiles(rows: Tensor) -> Any:
@@ -103,7 +138,7 @@ def tiles(rows: Tensor) -> Any:
 
 @pytest.mark.parametrize("with_entries", [True, False])
 def test_flash_mla_gets_our_caches_as_one_page(flash_mla: FlashMla, with_entries: bool) -> None:
-    from deepinfer_kernels_nvidia.libraries import flash_mla_attend
+    from deepinfer_kernels_nvidia.libraries.flash_mla import attend
 
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 64, 512, generator=g).bfloat16()
@@ -113,7 +148,7 @@ def test_flash_mla_gets_our_caches_as_one_page(flash_mla: FlashMla, with_entries
     sink = torch.randn(64, generator=g)
     ours = (entries, tiles(chosen)) if with_entries else (None, None)
     theirs = (entries, REFERENCE.plan_keys(chosen)) if with_entries else (None, None)
-    got = [flash_mla_attend(q, window, tiles(seen), *ours, sink) for _ in range(2)]
+    got = [attend(q, window, tiles(seen), *ours, sink) for _ in range(2)]
     want = REFERENCE.attend(q, window, REFERENCE.plan_keys(seen), *theirs, sink)
     assert got[0].shape == want.shape
     assert (got[0].float() - want.float()).abs().max() < 2e-2
@@ -121,24 +156,189 @@ def test_flash_mla_gets_our_caches_as_one_page(flash_mla: FlashMla, with_entries
     assert len(flash_mla.schedules) == 1, "one schedule serves equal shapes"
 
 
-def test_shapes_that_the_library_refuses_run_our_kernel(flash_mla: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer_kernels_nvidia import libraries
+def test_shapes_that_flash_mla_refuses_run_our_kernel(flash_mla: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer_kernels_nvidia.libraries import flash_mla as binding
 
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(libraries.attention, "attend", lambda q, *_: asked.append(tuple(q.shape)))
+    monkeypatch.setattr(binding.attention, "attend", lambda q, *_: asked.append(tuple(q.shape)))
     lists, cache = tiles(torch.zeros(2, 5, dtype=torch.int64)), torch.zeros(9, 528, dtype=torch.uint8)
     for shape in ((2, 32, 512), (2, 64, 128), (0, 64, 512)):
-        libraries.flash_mla_attend(torch.zeros(shape).bfloat16(), cache, lists, None, None, torch.zeros(shape[1]))
+        binding.attend(torch.zeros(shape).bfloat16(), cache, lists, None, None, torch.zeros(shape[1]))
     assert asked == [(2, 32, 512), (2, 64, 128), (0, 64, 512)]
     assert flash_mla.calls == []
+
+
+# ---- deepinfer-gemm --------------------------------------------------------------------------------------------------
+
+
+def weight(shape: tuple[int, ...], coded: bool, seed: int) -> Any:
+    values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return code_columns(values) if coded else values
+
+
+def rows_of(count: int, dim: int) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(9)).bfloat16()
+
+
+def slots_of(ids: Tensor, num_experts: int) -> Any:
+    """What plan_experts makes on a GPU: whole tiles of one expert, with an unused tile behind them."""
+    from deepinfer_kernels_nvidia.ops.experts import TILE, ExpertTiles
+
+    slots: list[int] = []
+    owners: list[int] = []
+    for expert in range(num_experts):
+        pairs = (ids.flatten() == expert).nonzero().flatten().tolist()
+        pairs += [-1] * (-len(pairs) % TILE)
+        slots += pairs
+        owners += [expert] * (len(pairs) // TILE)
+    return ExpertTiles(
+        torch.tensor([*slots, *[-1] * TILE], dtype=torch.int32), torch.tensor([*owners, -1], dtype=torch.int32)
+    )
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("count", [3, 128, 200])
+def test_dense_products_are_one_group_of_whole_tiles(deep_gemm: FakeDeepGemm, coded: bool, count: int) -> None:
+    from deepinfer_kernels_nvidia.libraries.deep_gemm import linear
+
+    x, w = rows_of(count, 1088), weight((1088, 48), coded, 1)  # more values of K than two words of scales cover
+    got, want = linear(x, w), REFERENCE.linear(x, w)
+    assert got.shape == want.shape
+    assert (got.float() - want.float()).abs().max() < 2e-2 * want.float().abs().max()
+    padded = -(-count // 128) * 128
+    assert deep_gemm.calls == [("e4m3" if coded else "bf16", padded, 1088, 48, 1)]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_experts_go_through_two_grouped_products(deep_gemm: FakeDeepGemm, coded: bool) -> None:
+    from deepinfer_kernels_nvidia.libraries.deep_gemm import run_experts
+
+    x = rows_of(90, 64)
+    ids = torch.stack([torch.arange(90) % 2, 2 + torch.arange(90) % 3], 1)  # of six experts one has no pair
+    factors = torch.rand(90, 2, generator=torch.Generator().manual_seed(3))
+    w13, w2 = weight((6, 64, 96), coded, 4), weight((6, 48, 64), coded, 5)
+    got = run_experts(x, factors, slots_of(ids, 6), w13, w2, 1.0)
+    want = REFERENCE.run_experts(x, factors, REFERENCE.plan_experts(ids, 6), w13, w2, 1.0)
+    contract = OPS["run_experts"]
+    tolerance = contract.coded_tolerance if coded else contract.bfloat16_tolerance
+    assert got.shape == want.shape
+    assert (got.float() - want.float()).abs().max() < tolerance
+    kind = "e4m3" if coded else "bf16"
+    assert deep_gemm.calls == [(kind, 768, 64, 96, 6), (kind, 768, 48, 64, 6)]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_the_shared_expert_is_two_products_of_one_group(deep_gemm: FakeDeepGemm, coded: bool) -> None:
+    from deepinfer_kernels_nvidia.libraries.deep_gemm import shared_expert
+
+    x, w13, w2 = rows_of(7, 64), weight((64, 96), coded, 6), weight((48, 64), coded, 7)
+    got, want = shared_expert(x, w13, w2, 1.0), REFERENCE.shared_expert(x, w13, w2, 1.0)
+    contract = OPS["shared_expert"]
+    tolerance = contract.coded_tolerance if coded else contract.bfloat16_tolerance
+    assert (got.float() - want.float()).abs().max() < tolerance
+    assert [call[0] for call in deep_gemm.calls] == ["e4m3" if coded else "bf16"] * 2
+
+
+def test_scales_of_a_weight_are_packed_once(deep_gemm: FakeDeepGemm) -> None:
+    from deepinfer_kernels_nvidia.libraries import deep_gemm as binding
+
+    first, second = weight((64, 48), True, 1), weight((64, 48), True, 1)
+    packed = binding._scales_of(first)
+    assert binding._scales_of(first) is packed
+    assert binding._scales_of(second) is not packed
+    assert packed.shape == (1, 48, 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (torch.zeros(2, 64), torch.zeros(64, 48)),
+        (torch.zeros(2, 60).bfloat16(), torch.zeros(60, 48).bfloat16()),
+        (torch.zeros(2, 64).bfloat16(), torch.zeros(64, 12).bfloat16()),
+        (torch.zeros(0, 64).bfloat16(), torch.zeros(64, 48).bfloat16()),
+        (torch.zeros(2, 64).bfloat16(), code_columns(torch.ones(64, 24).bfloat16())),
+    ],
+    ids=["float32", "inner side", "columns", "no rows", "columns of codes"],
+)
+def test_products_that_deep_gemm_refuses_run_our_kernel(
+    deep_gemm: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch, x: Tensor, w: Any
+) -> None:
+    from deepinfer_kernels_nvidia.libraries import deep_gemm as binding
+
+    monkeypatch.setattr(binding, "own_linear", lambda *arguments: arguments)
+    assert binding.linear(x, w) == (x, w)
+    assert deep_gemm.calls == []
+
+
+def test_experts_of_two_kinds_of_weights_are_left_to_our_kernel(
+    deep_gemm: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepinfer_kernels_nvidia.libraries import deep_gemm as binding
+
+    def own(*_: object) -> str:
+        return "ours"
+
+    monkeypatch.setattr(binding.own_experts, "shared_expert", own)
+    monkeypatch.setattr(binding.own_experts, "run_experts", own)
+    w13, w2 = weight((64, 96), False, 1), weight((48, 64), True, 2)
+    assert binding.shared_expert(rows_of(2, 64), w13, w2, 1.0) == "ours"
+    tiles = slots_of(torch.zeros(2, 1, dtype=torch.int64), 1)
+    assert binding.run_experts(rows_of(2, 64), torch.ones(2, 1), tiles, w13, w2, 1.0) == "ours"
+
+
+# ---- which library is taken ------------------------------------------------------------------------------------------
 
 
 def test_a_library_is_chosen_only_where_it_is_installed_and_made_for_the_gpu(
     flash_mla: FlashMla, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepinfer_kernels_nvidia.libraries import flash_mla_attend, library_table
+    from deepinfer_kernels_nvidia.libraries import library_table
+    from deepinfer_kernels_nvidia.libraries.flash_mla import attend
 
-    assert library_table("sm_100") == library_table("sm_103") == {"attend": flash_mla_attend}
+    assert library_table("sm_100") == library_table("sm_103") == {"attend": attend}
     assert library_table("sm_90") == {}
     monkeypatch.delitem(sys.modules, "flash_mla")
     assert library_table("sm_100") == {}
+
+
+def test_libraries_share_the_table(flash_mla: FlashMla, deep_gemm: FakeDeepGemm) -> None:
+    from deepinfer_kernels_nvidia.libraries import library_table
+
+    deep_gemm.deterministic = False
+    deep_gemm.alignment = 64
+    assert set(library_table("sm_103")) == {"attend", "linear", "run_experts", "shared_expert"}
+    assert (deep_gemm.deterministic, deep_gemm.alignment) == (True, 128)
+
+
+def test_an_older_distribution_of_the_same_module_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deepinfer_kernels_nvidia.libraries import library_table
+
+    install(monkeypatch, "deep_gemm", gemm_fp8_fp8_bf16_nt=None, use_deterministic_algorithms=None)
+    with caplog.at_level(logging.WARNING):
+        assert library_table("sm_100") == {}
+    assert "deepinfer-gemm 2.8 is not used" in caplog.text
+    assert "has no m_grouped_bf16_gemm_nn_contiguous" in caplog.text
+
+
+def test_a_library_that_does_not_load_is_named_and_not_used(
+    flash_mla: FlashMla, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deepinfer_kernels_nvidia import libraries
+
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(libraries, "import_module", broken)
+    with caplog.at_level(logging.WARNING):
+        assert libraries.library_table("sm_100") == {}
+    assert "deepinfer-flashmla 1.0 is not used, our own kernels run: ImportError: flash_mla: undefined" in caplog.text
+
+
+def test_every_binding_is_an_operation_of_the_contract() -> None:
+    from deepinfer_kernels_nvidia.libraries import LIBRARIES
+    from deepinfer_kernels_nvidia.ops import TABLE
+
+    for library in LIBRARIES:
+        assert set(library.operations) <= set(TABLE)

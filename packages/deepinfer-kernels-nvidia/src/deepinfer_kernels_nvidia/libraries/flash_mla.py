@@ -1,21 +1,18 @@
-"""Vendor libraries that take over an operation where they are installed and made for the GPU. None is required.
+"""Attention by deepinfer-flashmla 1.0 (module flash_mla) over our cache records, SM100 and SM103.
 
-    deepinfer-flashmla 1.0 (module flash_mla), SM100 and SM103    attend over our cache records, 64 or 128 heads of 512
+    window     528-byte records as k_cache         [1 page, N, 1 head, 528]     indices [R, 1, tiles * 64] int32
+    selected   288-byte records as extra_k_cache   [1 page, N, 1 head, 288]     indices likewise, -1 = invisible
 
-Its cache formats are ours byte for byte: 528 bytes a window key, 288 bytes a compressed one as the "extra" cache. The
-whole cache is given as one page, so that an index is a cache row; lists of keys come in our tiles of 64, which is the
-unit that the kernel demands, with -1 for what is invisible. A shape that the library does not take runs our own kernel.
+Its cache formats are ours byte for byte. The whole cache is given as one page, so that an index is a cache row; lists
+of keys come in our tiles of 64, which is the unit that it demands. A shape that it does not take runs our kernel.
 
 Bound to the signature and the checks of its sources; **never run by us**: there is no SM100 device here.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,24 +21,13 @@ from torch import Tensor
 from deepinfer_kernels_nvidia.ops import attention
 from deepinfer_kernels_nvidia.ops.attention import KeyLists
 
-__all__ = ["flash_mla_attend", "library_table"]
+__all__ = ["attend"]
 
-_log = logging.getLogger(__name__)
-
-_FLASH_MLA_ARCHES = ("sm_100", "sm_103")
-_FLASH_MLA_HEADS = (64, 128)
-_FLASH_MLA_DIM = 512
+_HEADS = (64, 128)
+_DIM = 512
 
 
-def library_table(arch: str) -> Mapping[str, Callable[..., Any]]:
-    """Operations that an installed library takes over on this architecture, by their name in the contract."""
-    if arch in _FLASH_MLA_ARCHES and find_spec("flash_mla") is not None:
-        _log.info("attend comes from deepinfer-flashmla where the shape fits")
-        return {"attend": flash_mla_attend}
-    return {}
-
-
-def flash_mla_attend(
+def attend(
     q: Tensor,
     window_cache: Tensor,
     window: KeyLists,
@@ -54,7 +40,7 @@ def flash_mla_attend(
     Splitting the keys of a row over blocks is off: a row's bits must not depend on the batch.
     """
     rows, heads, dim = q.shape
-    fits = rows > 0 and heads in _FLASH_MLA_HEADS and dim == _FLASH_MLA_DIM and window.rows.numel() > 0
+    fits = rows > 0 and heads in _HEADS and dim == _DIM and window.rows.numel() > 0
     if not fits or q.dtype != torch.bfloat16:
         return attention.attend(q, window_cache, window, entry_cache, entries, sink)
     library: Any = import_module("flash_mla")
@@ -69,9 +55,9 @@ def flash_mla_attend(
         _one_page(window_cache),
         None,
         None,
-        _FLASH_MLA_DIM,
+        _DIM,
         _schedule(q.device, rows, heads, len(window_cache), indices.shape[2], num_extra, extra_width),
-        softmax_scale=_FLASH_MLA_DIM**-0.5,
+        softmax_scale=_DIM**-0.5,
         is_fp8_kvcache=True,
         indices=indices,
         attn_sink=sink.float().contiguous(),

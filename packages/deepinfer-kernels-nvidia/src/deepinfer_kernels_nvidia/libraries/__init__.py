@@ -1,0 +1,90 @@
+"""Vendor libraries that take over an operation where they are installed and made for the GPU. None is required.
+
+    deepinfer-flashmla 1.0   flash_mla      SM100, SM103          attend
+    deepinfer-gemm 2.8       deep_gemm      SM100, SM103          linear, run_experts, shared_expert
+
+Each module here binds one library: which functions it needs, what is set once, and one function an operation with the
+signature of the contract, which hands shapes that the library does not take to our own kernel. An operation is bound
+only if by the library's sources a row is walked in one order in every batch, since the provider promises that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from deepinfer_kernels_nvidia.libraries import deep_gemm, flash_mla
+
+__all__ = ["LIBRARIES", "Library", "library_table"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is bound of one library."""
+
+    distribution: str
+    module: str
+    arches: tuple[str, ...]  # as in `Capability.arch`
+    needs: tuple[str, ...]  # attributes of the module; older distributions of the same module name lack them
+    operations: Mapping[str, Callable[..., Any]]  # by their name in the contract
+    prepare: Callable[[Any], None] | None = None  # called once with the module
+
+
+LIBRARIES = (
+    Library(
+        "deepinfer-flashmla 1.0",
+        "flash_mla",
+        ("sm_100", "sm_103"),
+        ("flash_mla_with_kvcache", "get_mla_metadata", "fused_norm_rope_attn_rope_cast"),
+        {"attend": flash_mla.attend},
+    ),
+    Library(
+        "deepinfer-gemm 2.8",
+        "deep_gemm",
+        ("sm_100", "sm_103"),
+        deep_gemm.NEEDS,
+        {
+            "linear": deep_gemm.linear,
+            "run_experts": deep_gemm.run_experts,
+            "shared_expert": deep_gemm.shared_expert,
+        },
+        deep_gemm.prepare,
+    ),
+)
+
+
+def library_table(arch: str) -> Mapping[str, Callable[..., Any]]:
+    """Operations that installed libraries take over on this architecture, by their name in the contract.
+
+    A library that is installed and cannot be used is named in a warning; our own kernels run then.
+    """
+    table: dict[str, Callable[..., Any]] = {}
+    for library in LIBRARIES:
+        if arch in library.arches and find_spec(library.module) is not None:
+            problem = _problem(library)
+            if problem is None:
+                _log.info("%s: %s where the shape fits", library.distribution, ", ".join(library.operations))
+                table |= library.operations
+            else:
+                _log.warning("%s is not used, our own kernels run: %s", library.distribution, problem)
+    return table
+
+
+def _problem(library: Library) -> str | None:
+    """Import and prepare the library; the reason why it cannot be used."""
+    try:
+        module = import_module(library.module)
+        missing = [name for name in library.needs if not hasattr(module, name)]
+        if missing:
+            return f"the installed module {library.module} has no {', '.join(missing)}: it is another distribution"
+        if library.prepare is not None:
+            library.prepare(module)
+    except Exception as error:  # building or loading another project's extension fails in many ways
+        return f"{type(error).__name__}: {error}"
+    return None

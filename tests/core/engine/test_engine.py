@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_core import LLM, Chunk, Engine, SamplingParams
+from deepinfer_core import LLM, Chunk, Engine, SamplingParams, StructuredOutput
 from deepinfer_core.errors import EngineError, QueueFullError, RequestError
 from tests.core.harness import FIXTURES
 
@@ -104,6 +104,19 @@ def test_a_closed_stream_aborts_its_request_and_frees_its_blocks() -> None:
         await stream.aclose()
         assert len([c async for c in other]) > 2
         assert stream.output.outputs[0].finish_reason in (None, "abort")
+
+    run(scenario)
+
+
+def test_a_stream_closed_while_its_grammar_is_compiled_never_starts() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = engine.add_request("hello", sampled(max_tokens=400, structured=StructuredOutput(regex="[a-z]{400}")))
+        await stream.aclose()
+        assert stream._request.grammar is not None
+        await asyncio.wrap_future(stream._request.grammar)
+        await read(engine.add_request("a", sampled()))
+        assert engine._engine.scheduler.num_unfinished == 0
+        assert engine.statistics()["finished"] == {"length": 1}
 
     run(scenario)
 

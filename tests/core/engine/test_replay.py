@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams, StructuredOutput
+from deepinfer_core.cli import main
 from deepinfer_core.cli.replay import replay
 from deepinfer_core.errors import ReplayError
 from deepinfer_core.outputs.replay import read_replay, replay_bytes
+from tests.core.harness import FIXTURES
 
 PARAMS = SamplingParams(
     temperature=0.9, n=2, max_tokens=24, top_p=0.9, stop=["zzz"], logit_bias={40: 1.5}, repetition_penalty=1.1
@@ -39,6 +41,18 @@ def test_structured_parameters_survive_the_file(tiny_llm: LLM, tmp_path: Path) -
     record = read_replay(tmp_path / "a.json")
     assert record.params.structured == params.structured
     assert replay(tiny_llm, record) is None
+
+
+def test_an_answer_that_only_the_context_ended_is_drawn_again(tmp_path: Path) -> None:
+    model = FIXTURES / "tiny-a"
+    with LLM(model, quiet=True, draft_schedule="fixed", max_num_batched_tokens=256, max_model_len=40) as llm:
+        output = llm.generate("hello", SamplingParams(seed=3, max_tokens=None, ignore_eos=True), use_tqdm=False)[0]
+    output.save_replay(tmp_path / "a.json")
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
+    record = read_replay(tmp_path / "a.json")
+    assert record.params.max_tokens is None
+    words = ["--model", str(model), "--max-num-batched-tokens", "256", "--draft-schedule", "fixed"]
+    assert main(["replay", str(tmp_path / "a.json"), *words]) == 0
 
 
 def test_the_first_difference_is_named(tiny_llm: LLM, answer: RequestOutput, tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ class Engine:
         if self._error is not None:
             put(self._error)
             return
+        if request.is_abandoned:
+            return
         try:
             self._book.submit(request, priority=priority, tenant_salt=tenant_salt)
         except RequestError as error:
@@ -237,6 +239,7 @@ class Engine:
         """Called from any thread; does nothing for a request that has ended."""
 
         def command() -> None:
+            request.is_abandoned = True
             for number in self._book.open_numbers(request):
                 self._engine.scheduler.abort(number)
 

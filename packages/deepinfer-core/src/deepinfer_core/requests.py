@@ -58,6 +58,7 @@ class PreparedRequest:
         self.answers: list[Answer] = []
         self.numbers: list[int] = []  # of its answers in the scheduler, once it is submitted
         self.sink: ChunkSink | None = None
+        self.is_abandoned = False  # its stream was closed, perhaps before its grammar was compiled
         self.grammar: Future[CompiledGrammar] | None = None  # of params.structured, compiled in the background
         self._texts: list[ChunkText] = []
         self._is_ready = False

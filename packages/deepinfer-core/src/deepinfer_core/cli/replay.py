@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "replay", "run"]
 
-_TAKEN_OVER = ("dtype", "decoder_prefill", "keep_tokens", "prefix_replay", "verification", "deterministic")
+_TAKEN_OVER = (
+    "dtype", "decoder_prefill", "keep_tokens", "prefix_replay", "verification", "deterministic", "float8_products",
+    "max_model_len",
+)  # fmt: skip
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

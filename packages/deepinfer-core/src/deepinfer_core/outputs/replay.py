@@ -156,7 +156,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
         if spec.name == "structured" and value is not None:
             value = {one.name: getattr(value, one.name) for one in fields(StructuredOutput)}
             value = {name: one for name, one in value.items() if one is not None and one is not False}
-        if value != spec.default and value not in ((), None):
+        if value != (() if spec.default is None and value == () else spec.default):
             changed[spec.name] = value
     return changed
 

@@ -183,6 +183,8 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
             "prefix_replay": rules.prefix_replay,
             "verification": speculation.verification,
             "deterministic": config.deterministic,
+            "float8_products": config.float8_products,
+            "max_model_len": scheduler.max_model_len,
         },
     )
     return AssembledEngine(

@@ -20,6 +20,7 @@ from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.conformance import test_conformance as conformance
 from deepinfer_core.kernels.conformance.cases import Case, all_cases
+from deepinfer_core.kernels.conformance.subject import ConformanceSubject
 from deepinfer_core.kernels.contract import OPS
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, pack, unpack
@@ -59,11 +60,10 @@ def host(package: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def provider(host: FakeTorchNpu, package: SimpleNamespace) -> SimpleNamespace:
+def provider(host: FakeTorchNpu, package: SimpleNamespace) -> ConformanceSubject:
     """What the conformance suite wants to know of a provider."""
-    return SimpleNamespace(
-        table=replace(REFERENCE, **package.ops.TABLE), own=OFFERED, coded=frozenset(), device="cpu", cache_form="packed"
-    )
+    table = replace(REFERENCE, **package.ops.TABLE)
+    return ConformanceSubject(table, OFFERED, frozenset(), "cpu", "packed", torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
@@ -75,13 +75,13 @@ def release() -> ModelConfig:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.name}")
-def test_the_lowered_source_equals_the_reference(case: Case, provider: Any, host: FakeTorchNpu) -> None:
+def test_the_lowered_source_equals_the_reference(case: Case, provider: ConformanceSubject, host: FakeTorchNpu) -> None:
     conformance.test_operation_equals_the_reference(case, 13, provider, torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", PROMISED, ids=lambda case: case.op)
 def test_a_row_of_what_is_promised_does_not_depend_on_the_others(
-    case: Case, provider: SimpleNamespace, host: FakeTorchNpu
+    case: Case, provider: ConformanceSubject, host: FakeTorchNpu
 ) -> None:
     conformance.test_a_row_does_not_depend_on_the_other_rows(case, provider, torch.bfloat16)
 

@@ -148,6 +148,27 @@ def test_stop_strings_before_min_tokens_are_part_of_the_text(tokenizer: Tokenize
     assert stream.text == "a"
 
 
+def test_only_stop_strings_that_end_after_min_tokens_count_and_nothing_shown_is_taken_back(
+    tokenizer: Tokenizer,
+) -> None:
+    rng = random.Random(1)
+    letters = {letter: tokenizer.encode(letter, add_bos=False)[0] for letter in "abc"}
+    for _ in range(200):
+        text = "".join(rng.choice("abc") for _ in range(12))
+        stops = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5))) for _ in range(3)]
+        min_tokens = rng.randrange(12)
+        stream, shown = TextStream(tokenizer, stops), ""
+        for count, letter in enumerate(text, 1):
+            stopped_here = stream.push(letters[letter], may_stop=count > min_tokens)
+            shown += stream.take_new(finished=stopped_here)
+            if stopped_here:
+                break
+        shown += stream.take_new(finished=True)
+        ends = [end for end in range(min_tokens + 1, 13) if text[:end].endswith(tuple(stops))]
+        longest = max((len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0)
+        assert shown == stream.text == (text[: ends[0] - longest] if ends else text)
+
+
 @pytest.mark.bad_input
 def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="lone surrogate at character 2"):

@@ -56,11 +56,12 @@ class TextStream:
         return new
 
     def _append(self, new: str, may_stop: bool) -> bool:
-        first = max(0, len(self.text) - self._longest_stop + 1)
+        known = len(self.text)
         self.text += new
         if not (may_stop and new and self._stop):
             return False
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, first)) >= 0]
+        # A match ends in the new text: one that ended before was ruled out then, or came too early to count.
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, max(0, known - len(stop) + 1))) >= 0]
         if not found:
             return False
         at, self.stopped_by = min(found, key=lambda match: match[0])

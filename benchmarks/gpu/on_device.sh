@@ -12,7 +12,7 @@ if [ ! -d "$site" ]; then
     printf 'Metadata-Version: 2.1\nName: deepinfer-kernels-nvidia\nVersion: 0\n' >"$site/deepinfer_kernels_nvidia-0.dist-info/METADATA"
     printf '[deepinfer.kernels]\nnvidia = deepinfer_kernels_nvidia:provider\n' >"$site/deepinfer_kernels_nvidia-0.dist-info/entry_points.txt"
 fi
-export PYTHONPATH="$PWD/packages/deepinfer-core/src:$PWD/packages/deepinfer-kernels-nvidia/src:$site"
+export PYTHONPATH="$PWD:$PWD/packages/deepinfer-core/src:$PWD/packages/deepinfer-kernels-nvidia/src:$site"
 export PYTHONDONTWRITEBYTECODE=1 TILELANG_PRINT_ON_COMPILATION=0
 if [ "$1" = conformance ]; then
     shift

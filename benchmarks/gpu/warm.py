@@ -18,8 +18,14 @@ from benchmarks.gpu.subjects import TINY, four_layers
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.runtime.rank_slice import release_config
 from deepinfer_kernels_nvidia.warm import variants
+from tests.fixture_models import FIXTURES
 
-MODELS = {"release": release_config, "four-layers": four_layers, "tiny": lambda: ModelConfig.from_folder(TINY)}
+MODELS = {
+    "release": release_config,
+    "four-layers": four_layers,
+    "tiny": lambda: ModelConfig.from_folder(TINY),
+    "tiny-a": lambda: ModelConfig.from_folder(FIXTURES / "tiny-a"),
+}
 
 
 def compile_one(name: str, parameters: tuple[Any, ...]) -> tuple[str, float, str]:

@@ -105,6 +105,31 @@ def test_n_answers_are_n_choices_and_each_is_that_of_its_seed(tiny_llm: LLM, str
     tiny_llm._engine.scheduler.check_idle()
 
 
+def test_usage_ends_with_the_stop_sequence_whatever_a_step_brought(tiny_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=40)
+    free = tiny_llm.chat(MESSAGES, params, thinking=False)
+    ids = free.output.outputs[0].token_ids
+    for length in range(1, 7):
+        text = tiny_llm.tokenizer.decode(ids[:length])
+        cut = tiny_llm.chat(MESSAGES, params, thinking=False, stop=[text])
+        assert cut.response["usage"]["completion_tokens"] == length
+        assert (cut.content, cut.finish_reason) == ("", "stop")
+
+
+@pytest.mark.bad_input
+def test_images_are_refused(tiny_llm: LLM) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    with pytest.raises(RequestError, match="images .1.; this version reads text only"):
+        tiny_llm.chat([{"role": "user", "content": [{"type": "text", "text": "Hi"}, image]}], GREEDY)
+
+
+@pytest.mark.bad_input
+def test_two_forms_of_one_answer_are_refused(tiny_llm: LLM) -> None:
+    params = SamplingParams(structured=StructuredOutput(regex="[ab]+"))
+    with pytest.raises(RequestError, match="beside tools or a response_format"):
+        tiny_llm.chat(MESSAGES, params, response_format={"type": "regex", "regex": "[cd]+"})
+
+
 def test_a_stop_string_ends_the_choice_that_has_it_and_no_other(tiny_llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
     free = [message["content"] for message in tiny_llm.chat(MESSAGES, params, thinking=False, n=3).messages]

@@ -64,7 +64,11 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """An answer of the assistant; with n > 1 the first of them. `response` is the whole Chat Completions response."""
+    """An answer of the assistant; with n > 1 the first of them.
+
+    response: the whole Chat Completions response. output: what the engine gave; an answer that a stop sequence of the
+    request ended has a few tokens more than the message, and the finish_reason "abort".
+    """
 
     response: dict[str, Any]
     output: RequestOutput
@@ -106,6 +110,7 @@ class ChatPrompt:
 
     token_ids: list[int]
     params: SamplingParams
+    has_stops: bool  # stop sequences, which the codec looks for in the message
     processors: tuple[Any, ...]  # a deepseek_recipe.StreamProcessor for each of n choices
     response: Any  # deepseek_recipe.ChatCompletionResponse
 
@@ -144,9 +149,12 @@ class ChatCodec:
             converted = request.convert(options)
             encoding = recipe.encoding_for(converted.model_version).with_tokenizer(self._tokenizer)
             token_ids = encoding.encode(converted.conversation)
+            num_images = sum(len(message.image_sources) for message in converted.conversation.messages)
             grammar = _grammar_of(converted.inference_options.output_constraint, self._tokenizer)
         except (ValueError, RuntimeError, recipe.ConversionError) as error:
             raise RequestError(f"the chat request cannot be converted: {error}") from error
+        if num_images:
+            raise RequestError(f"the conversation has images ({num_images}); this version reads text only")
         number, self._num_requests = self._num_requests, self._num_requests + 1
         identity = f"chatcmpl-{number}"
         sampling = self._params(converted, len(token_ids), given, grammar)
@@ -164,13 +172,14 @@ class ChatCodec:
         return ChatPrompt(
             token_ids,
             sampling,
+            bool(converted.parsing_options.stop_sequences),
             tuple(processor(choice) for choice in range(sampling.n)),
             recipe.ChatCompletionResponse(identity, MODEL_NAME, 0, 0, 0),
         )
 
     def events(self, prompt: ChatPrompt, chunks: Iterable[Chunk]) -> Generator[Any]:
         """Chat Completions chunks, as the engine's chunks come."""
-        for chunk in chunks:
+        for chunk in _cut(chunks) if prompt.has_stops else chunks:
             concerned = prompt.processors if chunk.kind == "ready" else (prompt.processors[chunk.index],)
             for processor in concerned:
                 if not processor.finished:
@@ -226,12 +235,26 @@ class ChatCodec:
             except self._recipe.ConversionError as error:
                 raise RequestError(f"the chat request cannot run: {error}") from error
         given = params.structured
+        if grammar is not None and given is not None:
+            raise RequestError(
+                "structured is given beside tools or a response_format, which make a grammar, too; drop one"
+            )
         if grammar is not None:
             changes["structured"] = grammar
         elif given is not None and given.after is None and _starts_in_reasoning(converted):
             end = self._tokenizer.special_token_id(self._recipe.SpecialToken.ThinkingEnd.default_str())
             changes["structured"] = replace(given, after=[end])  # what is thought before the answer is free
         return replace(params, skip_special_tokens=False, **changes)
+
+
+def _cut(chunks: Iterable[Chunk]) -> Generator[Chunk]:
+    """A chunk a token: usage ends with the token that completes a stop sequence, however many came in its step."""
+    for chunk in chunks:
+        for i, token in enumerate(chunk.token_ids):
+            logprobs = None if chunk.logprobs is None else chunk.logprobs[i : i + 1]
+            yield replace(chunk, token_ids=(token,), logprobs=logprobs)
+        if not chunk.token_ids:
+            yield chunk
 
 
 def _load_recipe() -> ModuleType:

@@ -9,10 +9,12 @@ gpu bfloat16        the product as it is                        gpu float32   ev
 gpu float8          with float8_products                        cpu bfloat16  the reference provider's own bfloat16
 cpu same points     the reference with the GPU's rounding points (rounding.py), in several orders of the sums
 cpu float8          the reference's own bfloat16 with coded weights
+.. same experts     the router's choices are those of the reference (choices.py); .. same choices: the entries', too
 
-These models are discontinuous: a code of a cache, an expert or a selected entry changes at a hair's breadth. So one
-bfloat16 run is no oracle of another. What must hold: in float32 no clear argmax is lost; in bfloat16 none but such that
-a CPU run with the same points loses, too, and the median is not above the largest of these runs.
+These models are discontinuous: where two experts are nearly tied, a hair's breadth decides and the row goes another
+way, on the CPU as on the GPU. So one bfloat16 run is no oracle of another. But with the reference's experts every clear
+argmax must be the reference's, and so it must in float32. In bfloat16 as it is the GPU may lose none that no CPU run
+with its rounding points loses. Its medians must not be above the largest of these runs'.
 """
 
 from __future__ import annotations
@@ -21,35 +23,50 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.choices import Choices, forcing, recording
 from benchmarks.gpu.rounding import POINTS, rounding_table
 from benchmarks.gpu.subjects import Agreement, Subject, lost_positions, subjects
+from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.registry import KernelChoice, build_kernels, choose_provider
+from deepinfer_core.runtime.rank_slice import release_config
 
 _BFLOAT16, _FLOAT32 = torch.bfloat16, torch.float32
 
 
 def on_accelerator(
-    subject: Subject, choice: KernelChoice, dtype: torch.dtype, *, coded: bool = False
-) -> tuple[Tensor, list[str]]:
-    """Logits, and the operations that came from the reference."""
-    kernels, sources = build_kernels(choice, subject.config, dtype)
+    subject: Subject,
+    choice: KernelChoice,
+    dtype: torch.dtype,
+    change: Callable[[Kernels], Kernels] = lambda kernels: kernels,
+    *,
+    coded: bool = False,
+) -> Tensor:
+    """Logits of the product in `dtype`, its table changed."""
+    kernels, _ = build_kernels(choice, subject.config, dtype)
     form = "plain" if choice.provider is None else choice.provider.cache_form
-    logits = subject.logits(subject.params(dtype, choice.device, coded=coded), kernels, form)
-    return logits, [source.op for source in sources if source.provider == "reference"]
+    return subject.logits(subject.params(dtype, choice.device, coded=coded), change(kernels), form)
+
+
+def from_reference(choice: KernelChoice, dtype: torch.dtype) -> list[str]:
+    """The operations that the provider leaves to the reference for the released model."""
+    _, sources = build_kernels(choice, release_config(), dtype)
+    return [source.op for source in sources if source.provider == "reference"]
 
 
 def compare(subject: Subject, choice: KernelChoice, orders: int) -> tuple[dict[str, Any], bool]:
     """The report of one model, and whether what must hold does."""
-    exact = subject.params(_FLOAT32)
-    reference = subject.logits(exact, REFERENCE)
+    exact, choices = subject.params(_FLOAT32), Choices()
+    reference = subject.logits(exact, recording(REFERENCE, choices))
     report: dict[str, Any] = {}
 
     def note(name: str, logits: Tensor) -> Agreement:
@@ -58,23 +75,32 @@ def compare(subject: Subject, choice: KernelChoice, orders: int) -> tuple[dict[s
         print(subject.name, name, json.dumps(report[name]), flush=True)
         return found
 
-    bfloat16, from_reference = on_accelerator(subject, choice, _BFLOAT16)
-    gpu = note("gpu bfloat16", bfloat16)
-    in_float32, float32_from_reference = on_accelerator(subject, choice, _FLOAT32)
-    single = note("gpu float32", in_float32)
-    note("gpu float8", on_accelerator(subject, choice, _BFLOAT16, coded=True)[0])
+    on_gpu = partial(on_accelerator, subject, choice)
+    as_it_is = on_gpu(_BFLOAT16)
+    gpu = note("gpu bfloat16", as_it_is)
+    single = note("gpu float32", on_gpu(_FLOAT32))
+    same_experts = note(
+        "gpu bfloat16, same experts", on_gpu(_BFLOAT16, partial(forcing, choices=choices, entries=False))
+    )
+    note("gpu bfloat16, same choices", on_gpu(_BFLOAT16, partial(forcing, choices=choices, entries=True)))
+    note("gpu float8", on_gpu(_BFLOAT16, coded=True))
+    note("gpu float8, same experts", on_gpu(_BFLOAT16, partial(forcing, choices=choices, entries=False), coded=True))
     note("cpu float8", subject.logits(subject.params(_BFLOAT16, coded=True), REFERENCE))
     note("cpu bfloat16", subject.logits(subject.params(_BFLOAT16), REFERENCE))
     medians: list[float] = []
+    forced_medians: list[float] = []
     lost_by_some = torch.zeros(len(reference), dtype=torch.bool)
     for order in range(orders):
-        run = subject.logits(exact, rounding_table(exact, POINTS, order))
+        table = rounding_table(exact, POINTS, order)
+        run = subject.logits(exact, table)
         medians.append(note(f"cpu same points, order {order}", run).median)
         lost_by_some |= lost_positions(reference, run)
-    alone = int((lost_positions(reference, bfloat16) & ~lost_by_some).sum())
+        forced = subject.logits(exact, forcing(table, choices, entries=False))
+        forced_medians.append(note(f"cpu same points, same experts, order {order}", forced).median)
+    alone = int((lost_positions(reference, as_it_is) & ~lost_by_some).sum())
     report["clear argmaxes lost by the GPU alone"] = alone
-    report["from the reference"] = {"bfloat16": from_reference, "float32": float32_from_reference}
-    return report, not single.other_argmax and not alone and gpu.median <= max(medians)
+    held = not (single.other_argmax or same_experts.other_argmax or alone)
+    return report, held and gpu.median <= max(medians) and same_experts.median <= max(forced_medians)
 
 
 def main() -> int:
@@ -90,6 +116,8 @@ def main() -> int:
     if torch.cuda.is_available():
         report["device"] = torch.cuda.get_device_name()
     good = True
+    for dtype in (_BFLOAT16, _FLOAT32):
+        report[f"from the reference in {str(dtype).removeprefix('torch.')}"] = from_reference(choice, dtype)
     for subject in subjects(tuple(filter(None, arguments.models.split(",")))):
         report["logits"][subject.name], holds = compare(subject, choice, arguments.orders)
         good &= holds

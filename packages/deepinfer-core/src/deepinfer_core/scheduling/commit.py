@@ -18,7 +18,14 @@ from deepinfer_core.scheduling.budget import survivals
 from deepinfer_core.scheduling.endings import Ending, find_endings
 from deepinfer_core.scheduling.flight import Flight
 from deepinfer_core.scheduling.lifecycle import Lifecycle
-from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array, StepResult, TokenLogprobs
+from deepinfer_core.scheduling.plan import (
+    BoolArray,
+    FloatArray,
+    Int32Array,
+    Int64Array,
+    StepResult,
+    TokenLogprobs,
+)
 from deepinfer_core.scheduling.request import FinishReason, StepOutputs
 from deepinfer_core.scheduling.speculation import SpeculationPlanner
 
@@ -33,33 +40,30 @@ class Committer:
         self._table = lifecycle.table
         self._speculation = speculation
 
-    def commit(self, flight: Flight, result: StepResult) -> StepOutputs:
-        """Commit the result of a landed flight; `check_result` has passed it."""
+    def commit(self, flight: Flight, result: StepResult, columns: Int64Array) -> StepOutputs:
+        """Commit the result of a landed flight; `check_result` has passed it. columns [W, N]: its tokens."""
         prompt_logprobs = self._prompt_logprobs(flight, result)
         self._fail_reported(flight, result)
         self._seal_prompts(flight)
-        current = self._table.generation[result.slot] == result.generation
-        self._fail_unanswered(flight, result.slot[current])
-        entries = np.flatnonzero(current)
-        of = slice(None) if len(entries) == len(current) else entries  # a slice copies nothing
+        of = _all_or_indices(self._table.generation[result.slot] == result.generation)
         slots = result.slot[of].astype(np.int64)
-        tokens = result.tokens[of]
-        columns = np.ascontiguousarray(tokens.T)  # [W, N]: numpy is fast along the long axis
+        self._fail_unanswered(flight, slots)
+        tokens, columns = result.tokens[of], columns[:, of]
         ending = find_endings(self._table, slots, columns, result.num_tokens[of])
         failures = self._watch(slots, tokens, ending)
         numbers = self._table.number[slots]
         self._learn(slots, of, flight, result)
-        self._take_tokens(slots, columns, ending.kept)
+        self._take_tokens(slots, columns, ending)
         self._finish(slots, tokens, ending, failures)
         finished, self._life.finished = tuple(self._life.finished), []
-        shown = np.flatnonzero(ending.kept)
+        shown = _all_or_indices(ending.kept > 0)
         return StepOutputs(
             step=result.step,
             number=numbers[shown],
             tokens=tokens[shown],
             num_tokens=ending.kept[shown],
             finished=finished,
-            logprobs=_cut_logprobs(result, entries[shown], ending.kept[shown]),
+            logprobs=_cut_logprobs(result, of, shown, ending.kept) if result.logprobs else {},
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -72,11 +76,11 @@ class Committer:
             if self._table.generation[slot] == plan.segment_generation[segment]:
                 self._life.finish(slot, FinishReason.ERROR, error=message)
 
-    def _fail_unanswered(self, flight: Flight, answered: Int32Array) -> None:
+    def _fail_unanswered(self, flight: Flight, answered: Int64Array) -> None:
         """A request that was to draw a token and got neither a token nor an error would wait for ever: end it."""
-        due = flight.slots[self._table.generation[flight.slots] == flight.generation]
-        if len(due) == len(answered):
+        if len(flight.slots) == len(answered):
             return
+        due = flight.slots[self._table.generation[flight.slots] == flight.generation]
         for slot in np.setdiff1d(due, answered).tolist():
             error = f"step {flight.plan.step} returned no token for this request"
             self._life.finish(slot, FinishReason.ERROR, error=error)
@@ -84,6 +88,8 @@ class Committer:
     def _watch(self, slots: Int64Array, tokens: Int64Array, ending: Ending) -> dict[int, str]:
         """Show tokens to watchers, which may end requests; {entry: error} of those that raised: no tokens."""
         failures: dict[int, str] = {}
+        if not self._table.watched.any():
+            return failures
         for n in np.flatnonzero(self._table.watched[slots]).tolist():
             watcher = self._table.request(int(slots[n])).watcher
             if watcher is None:
@@ -111,20 +117,21 @@ class Committer:
             ):
                 self._life.ledger.seal(slot, computed // BLOCK_TOKENS)
 
-    def _take_tokens(self, slots: Int64Array, columns: Int64Array, kept: Int32Array) -> None:
+    def _take_tokens(self, slots: Int64Array, columns: Int64Array, ending: Ending) -> None:
         table = self._table
-        first = slots[table.length[slots] == table.prompt_tokens[slots]]
-        if len(first):
+        is_first = ending.length == table.prompt_tokens[slots]
+        if is_first.any():
             now = self._life.clock()
-            for slot in first.tolist():
+            for slot in slots[is_first].tolist():
                 table.request(slot).first_token_s = now
-        table.append_tokens(slots, columns, kept)
+        table.append_tokens(slots, columns, ending.kept)
         # The newest token is not computed yet: all positions below it are.
-        full = (table.length[slots] - 1) // BLOCK_TOKENS
-        crossed = np.flatnonzero(full > table.sealed_blocks[slots])
-        for n in crossed.tolist():
-            self._life.ledger.seal(int(slots[n]), int(full[n]))
-        self._life.stats.output_tokens += int(kept.sum())
+        computed = ending.length + ending.kept
+        computed -= 1
+        full = computed >= (table.sealed_blocks[slots] + 1) * BLOCK_TOKENS
+        for n in full.nonzero()[0].tolist():
+            self._life.ledger.seal(int(slots[n]), int(computed[n]) // BLOCK_TOKENS)
+        self._life.stats.output_tokens += int(ending.kept.sum())
         if self._life.quarantine.alone is not None and len(slots):
             self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
 
@@ -151,6 +158,8 @@ class Committer:
         for known, new in zip(table.survival, survival, strict=True):  # row by row: much faster than [:, slots]
             known[slots] = new
         self._speculation.learn(survival if proposed.all() else np.compress(proposed > 0, survival, axis=1))
+        if not table.constrained.any():
+            return
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()
 
@@ -166,7 +175,7 @@ class Committer:
     def _finish(self, slots: Int64Array, tokens: Int64Array, ending: Ending, failures: dict[int, str]) -> None:
         for n, error in failures.items():
             self._life.finish(int(slots[n]), FinishReason.ERROR, error=error)
-        for n in np.flatnonzero(ending.code).tolist():
+        for n in ending.code.nonzero()[0].tolist():
             if n not in failures:
                 reason, stop_reason = ending.reason(n, tokens)
                 self._life.finish(int(slots[n]), reason, stop_reason=stop_reason)
@@ -186,12 +195,15 @@ class Committer:
         return found
 
 
-def _cut_logprobs(result: StepResult, entries: Int64Array, kept: Int32Array) -> dict[int, Sequence[TokenLogprobs]]:
-    """Log-probabilities of kept tokens, keyed by their index in the outputs."""
-    if not result.logprobs:
-        return {}
-    return {
-        n: result.logprobs[entry][: int(kept[n])]
-        for n, entry in enumerate(entries.tolist())
-        if entry in result.logprobs
-    }
+def _all_or_indices(chosen: BoolArray) -> Int64Array | slice:
+    """What `chosen` [N] picks; where that is everything a slice, which copies nothing."""
+    return slice(None) if chosen.all() else chosen.nonzero()[0]
+
+
+def _cut_logprobs(
+    result: StepResult, of: Int64Array | slice, shown: Int64Array | slice, kept: Int32Array
+) -> dict[int, Sequence[TokenLogprobs]]:
+    """Log-probabilities of kept tokens, keyed by their index in the outputs: `shown` of `of` the result's entries."""
+    entries = np.arange(len(result.slot), dtype=np.int64)[of][shown].tolist()
+    pairs = enumerate(zip(entries, kept[shown].tolist(), strict=True))
+    return {n: result.logprobs[entry][:count] for n, (entry, count) in pairs if entry in result.logprobs}

@@ -21,8 +21,8 @@ from deepinfer_core.scheduling.slots import SlotTable
 __all__ = ["RUNS_ON", "Ending", "check_result", "find_endings"]
 
 RUNS_ON: Final = 0
-_STOPPED: Final = 1
-_TOO_LONG: Final = 2
+_TOO_LONG: Final = 1
+_STOPPED: Final = 2
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class Ending:
 
     kept: Int32Array
     code: UInt8Array
+    length: Int64Array  # [N] of the request before these tokens
     watched_reasons: dict[int, int | str | None] = field(default_factory=dict[int, int | str | None])
 
     def stop(self, n: int, kept: int, stop_reason: int | str | None) -> None:
@@ -48,39 +49,45 @@ class Ending:
         return FinishReason.STOP, int(tokens[n, self.kept[n] - 1])
 
 
-def check_result(result: StepResult, table: SlotTable) -> None:
+def check_result(result: StepResult, columns: Int64Array, table: SlotTable) -> None:
     """Raise EngineError where a device is out of step: an entry of a current request has another position, or no token.
 
-    A placeholder must never become a token.
+    A placeholder must never become a token. columns [W, N]: the tokens, one position a row.
     """
-    current = table.generation[result.slot] == result.generation
-    wrong = current & (result.position != table.length[result.slot])
-    if wrong.any():
+    wrong = result.position != table.length[result.slot]
+    if wrong.any() and (wrong := wrong & (table.generation[result.slot] == result.generation)).any():
         n = int(np.argmax(wrong))
         slot = int(result.slot[n])
         raise EngineError(
             f"step {result.step}: request {table.number[slot]} expects the token at position {table.length[slot]} "
             f"and the device sent the one at {result.position[n]}"
         )
-    columns, count = result.tokens.T, result.num_tokens
-    drawn = np.arange(len(columns), dtype=np.int64)[:, None] < count
-    if (drawn & (columns < 0)).any() or count.min(initial=1) < 1 or count.max(initial=1) > len(columns):
+    count, placeholders = result.num_tokens, columns < 0
+    if placeholders.any():  # as there are behind a rejected draft
+        placeholders &= _order(columns) < count
+    if placeholders.any() or count.min(initial=1) < 1 or count.max(initial=1) > len(columns):
         raise EngineError(f"step {result.step}: the device sent a placeholder, or nothing, where a token belongs")
 
 
 def find_endings(table: SlotTable, slots: Int64Array, columns: Int64Array, num_tokens: Int32Array) -> Ending:
     """Apply end-of-sequence, stop token ids and the length limit to columns [W, N], the tokens drawn by `slots` [N]."""
-    length, limit = table.length[slots], table.limit[slots]
-    order = np.arange(len(columns), dtype=np.int64)[:, None]
-    kept = np.minimum(num_tokens, limit - length).astype(np.int32)
+    length = table.length[slots]
+    room = table.limit[slots] - length
+    kept = np.minimum(num_tokens, room).astype(np.int32)
+    code = (kept == room).view(np.uint8)  # RUNS_ON or _TOO_LONG
     stops = columns == table.eos[slots]
     for ids in table.stop_ids.T:
         stops |= columns == ids[slots]
-    stops &= order < kept
-    code = np.where(length + kept == limit, np.uint8(_TOO_LONG), np.uint8(RUNS_ON))
     if stops.any():
+        order = _order(columns)
+        stops &= order < kept
         stops &= length + order >= table.stop_from[slots]
-        stopped = np.flatnonzero(stops.any(axis=0))
+        stopped = stops.any(axis=0).nonzero()[0]
         kept[stopped] = np.argmax(stops[:, stopped], axis=0) + 1
         code[stopped] = _STOPPED
-    return Ending(kept, code)
+    return Ending(kept, code, length)
+
+
+def _order(columns: Int64Array) -> Int64Array:
+    """[W, 1] the place of each row of columns [W, N] among the tokens of a step."""
+    return np.arange(len(columns), dtype=np.int64)[:, None]

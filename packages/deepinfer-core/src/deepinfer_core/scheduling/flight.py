@@ -41,27 +41,32 @@ class Flight:
 
 def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
     """Note in `table` that `plan`, built from `segments`, is on its way."""
+    decode = segments.decode
+    slots, lengths = decode.slots, decode.lengths
+    if table.num_drafts:
+        table.held_drafts[slots] = decode.proposals
     for admission in segments.admissions:
         table.announced[admission.slot] = True
     for segment in segments.prefill:
         table.next_position[segment.slot] = segment.first + segment.count
     sampling = [segment for segment in segments.prefill if segment.samples]
-    new = np.array([segment.slot for segment in sampling], np.int64)
-    table.phase[new] = Phase.DECODE
-    slots = np.concatenate((segments.decode.slots, new))
-    lengths = np.concatenate((segments.decode.lengths, np.zeros(len(new), np.int64)))
+    if sampling:
+        new = np.array([segment.slot for segment in sampling], np.int64)
+        table.phase[new] = Phase.DECODE
+        table.held_drafts[new] = [segment.proposals for segment in sampling]
+        slots = np.concatenate((slots, new))
+        lengths = np.concatenate((lengths, np.zeros(len(new), np.int64)))
     table.in_flight_min[slots] += 1
-    table.in_flight_max[slots] += 1 + lengths
-    table.held_drafts[segments.decode.slots] = segments.decode.proposals
-    table.held_drafts[new] = [segment.proposals for segment in sampling]
+    table.in_flight_max[slots] += lengths + 1
     computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in segments.prefill)
-    decode = segments.decode
     return Flight(plan, slots, table.generation[slots], lengths, decode.slots, decode.survival, computed)
 
 
 def land(table: SlotTable, flight: Flight) -> None:
     """Take the counts of `flight` back."""
-    same = table.generation[flight.slots] == flight.generation
-    slots = flight.slots[same]
+    slots, lengths = flight.slots, flight.lengths
+    same = table.generation[slots] == flight.generation
+    if not same.all():
+        slots, lengths = slots[same], lengths[same]
     table.in_flight_min[slots] -= 1
-    table.in_flight_max[slots] -= 1 + flight.lengths[same]
+    table.in_flight_max[slots] -= lengths + 1

@@ -40,6 +40,11 @@ class BlockLedger:
         """Blocks that requests or pins hold."""
         return self.pool.num_blocks - self.pool.num_available
 
+    def prepare(self, request: Request) -> None:
+        """Hash the blocks of a prompt when it arrives, so that the step that admits it need not."""
+        if not request.all_rows_wanted:
+            self._extend_keys(request, request.num_tokens)
+
     def find(self, request: Request) -> tuple[Hit, Reuse]:
         """What of `request` is cached, and what to make of it."""
         if self._hasher is None:

@@ -15,7 +15,7 @@ import numpy as np
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SchedulerConfig
 from deepinfer_core.errors import EngineError
 from deepinfer_core.scheduling.lifecycle import Lifecycle
-from deepinfer_core.scheduling.plan import Admission, Int32Array, Int64Array, UInt32Mask
+from deepinfer_core.scheduling.plan import Admission, FloatArray, Int32Array, Int64Array, UInt32Mask
 from deepinfer_core.scheduling.request import ConstrainedRows, FinishReason
 from deepinfer_core.scheduling.rows import DecodeSegments, PrefillSegment
 from deepinfer_core.scheduling.slots import Phase
@@ -24,6 +24,8 @@ from deepinfer_core.scheduling.speculation import SpeculationPlanner
 __all__ = ["Planner", "StepSegments"]
 
 _PROMPT_SHARE = 4  # of the rows of a step, one in so many is kept from drafts while prompts wait
+# Scalars of the table's type: numpy takes twice as long to compare with an IntEnum.
+_PREFILL, _DECODE = np.uint8(Phase.PREFILL), np.uint8(Phase.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Planner:
                 return StepSegments(_no_decode(), [], ())
             return StepSegments(_no_decode(), [segment], (admission,))
         decode = self._decode()
-        num_rows = int(decode.lengths.sum()) + len(decode.slots)
+        num_rows = len(decode.slots) + (int(decode.lengths.sum()) if self._life.table.num_drafts else 0)
         prefill, admissions = self._prefill(self._max_rows - num_rows)
         return StepSegments(decode, prefill, admissions)
 
@@ -67,37 +69,49 @@ class Planner:
     def _decode(self) -> DecodeSegments:
         table = self._life.table
         slots = self._ready_slots()
-        anchor = table.length[slots] - 1 + table.in_flight_max[slots]
+        anchor = table.length[slots] + table.in_flight_max[slots]
+        anchor -= 1
+        lengths, survival = self._drafts(slots, anchor)
+        kept = self._hold_memory(slots, anchor, lengths)
+        if kept is not None:
+            slots, anchor, lengths = slots[kept], anchor[kept], lengths[kept]
+            survival = np.take(survival, kept, axis=1)
+        decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots), survival)
+        return self._constrain(decode) if table.constrained.any() else decode
+
+    def _drafts(self, slots: Int64Array, anchor: Int64Array) -> tuple[Int64Array, FloatArray]:
+        """How many drafts of each of `slots` [D] to verify, and what is known of all of them [drafts, D]."""
+        table = self._life.table
+        if table.num_drafts == 0:
+            return np.zeros(len(slots), np.int64), np.zeros((0, len(slots)), np.float32)
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
         reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
         # np.take along the long axis is four times as fast as indexing with [:, slots]
         survival = np.take(table.survival, slots, axis=1)
         stale = np.take(table.stale_survival, slots, axis=1) if self._speculation.needs_stale else survival
         room = self._max_rows - len(slots) - reserved
-        lengths = self._speculation.lengths(survival, stale, caps, reserved, room)
-        kept = self._hold_memory(slots, anchor, lengths)
-        if kept is not None:
-            slots, anchor, lengths = slots[kept], anchor[kept], lengths[kept]
-            survival = np.take(survival, kept, axis=1)
-        decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots), survival)
-        return self._constrain(decode) if table.constrained[slots].any() else decode
+        return self._speculation.lengths(survival, stale, caps, reserved, room), survival
 
     def _ready_slots(self) -> Int64Array:
         """Slots that can draw one more token for certain: no launched step can already have ended them by length."""
         table = self._life.table
-        ready = (table.phase == Phase.DECODE) & (table.length + table.in_flight_max < table.limit)
-        ready &= ~(table.constrained & (table.in_flight_max > 0))
+        ready = table.length + table.in_flight_max < table.limit
+        ready &= table.phase == _DECODE
+        if table.constrained.any():
+            ready &= ~(table.constrained & (table.in_flight_max > 0))
         alone = self._life.quarantine.alone
         if alone is not None:
             ready &= table.number == alone.number
-        return np.flatnonzero(ready)
+        return ready.nonzero()[0]
 
     def _proposals(self, slots: Int64Array) -> Int32Array:
         """Drafts to propose after this step: no more than could still be verified before the limit."""
         table = self._life.table
-        next_anchor = table.length[slots] + table.in_flight_min[slots]
-        wanted = self._speculation.proposals(len(slots))
-        return np.clip(table.limit[slots] - 2 - next_anchor, 0, wanted).astype(np.int32)
+        if table.num_drafts == 0:
+            return np.zeros(len(slots), np.int32)
+        usable = table.limit[slots] - 2 - table.length[slots] - table.in_flight_min[slots]
+        np.minimum(usable, self._speculation.proposals(len(slots)), out=usable)
+        return np.maximum(usable, 0, out=usable).astype(np.int32)
 
     def _hold_memory(self, slots: Int64Array, anchor: Int64Array, lengths: Int64Array) -> Int64Array | None:
         """See to it that every row has a block; `lengths` is cut where memory is short.
@@ -105,8 +119,7 @@ class Planner:
         Returns the indices of requests that keep their slots, None for all.
         """
         table = self._life.table
-        wanted = (anchor + lengths) // BLOCK_TOKENS + 1
-        short = np.flatnonzero(wanted > table.num_blocks[slots])
+        short = (anchor + lengths >= table.num_blocks[slots] * BLOCK_TOKENS).nonzero()[0]
         if len(short) == 0:
             return None
         releases = len(self._life.releases)
@@ -116,7 +129,7 @@ class Planner:
                 lengths[i] = self._grow(slot, position, num_drafts)
         if len(self._life.releases) == releases:
             return None
-        return np.flatnonzero(table.phase[slots] == Phase.DECODE)
+        return (table.phase[slots] == _DECODE).nonzero()[0]
 
     def _grow(self, slot: int, anchor: int, num_drafts: int) -> int:
         """Blocks for the anchor and, if there are any left, its drafts; returns how many drafts have a place.
@@ -185,7 +198,9 @@ class Planner:
     def _prefilling(self) -> list[int]:
         """Slots with prompt rows to go, most urgent first."""
         table = self._life.table
-        slots = np.flatnonzero(table.phase == Phase.PREFILL)
+        slots = (table.phase == _PREFILL).nonzero()[0]
+        if len(slots) == 0:
+            return []
         alone = self._life.quarantine.alone
         if alone is not None:
             slots = slots[table.number[slots] == alone.number]

@@ -30,7 +30,10 @@ from deepinfer_core.scheduling.slots import SlotTable
 
 __all__ = ["DecodeSegments", "PrefillSegment", "build_plan"]
 
-_BOTH = Writes.GLOBAL | Writes.WINDOW
+# What the rows of a decode segment are, the first one's kind aside: source, kind, content, writes, sample.
+_DECODE_ROW = np.array(
+    [[TokenSource.HELD], [RowKind.DRAFT], [Content.TEXT], [Writes.GLOBAL | Writes.WINDOW], [True]], np.uint8
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,19 @@ def build_plan(
     Without `stores_draft_context` the drafter's context of these slots starts anew behind the rows of the step.
     """
     num_decode = len(decode.slots)
-    slots = np.concatenate((decode.slots, np.array([s.slot for s in prefill], np.int64)))
-    first = np.concatenate((decode.anchor, np.array([s.first for s in prefill], np.int64)))
-    counts = np.concatenate((decode.lengths + 1, np.array([s.count for s in prefill], np.int64)))
+    slots, first, counts, proposals = decode.slots, decode.anchor, decode.lengths + 1, decode.proposals
+    if prefill:
+        slots = np.concatenate((slots, np.array([s.slot for s in prefill], np.int64)))
+        first = np.concatenate((first, np.array([s.first for s in prefill], np.int64)))
+        counts = np.concatenate((counts, np.array([s.count for s in prefill], np.int64)))
+        proposals = np.concatenate((proposals, np.array([s.proposals for s in prefill], np.int32)))
     start = np.zeros(len(slots) + 1, np.int64)
     np.cumsum(counts, out=start[1:])
-    index = np.arange(int(start[-1])) - np.repeat(start[:-1], counts)  # row within its segment
-    rows = _Rows.of_decode(index)
+    index = np.arange(int(start[-1]), dtype=np.int64)
+    index -= np.repeat(start[:-1], counts)  # row within its segment
+    position = np.repeat(first, counts)
+    position += index
+    rows = _Rows.of_decode(index, start[:num_decode])
     masks = {int(start[i]) + row: mask for (i, row), mask in decode.masks.items()}
     for i, drafts in decode.given.items():
         rows.give_drafts(int(start[i]) + 1, drafts)
@@ -95,7 +104,7 @@ def build_plan(
     num_columns = int(table.num_blocks[slots].max(initial=0))
     return StepPlan(
         step=step,
-        row_position=np.repeat(first, counts) + index,
+        row_position=position,
         row_token=rows.token,
         row_source=rows.source,
         row_kind=rows.kind,
@@ -107,7 +116,7 @@ def build_plan(
         segment_generation=table.generation[slots],
         segment_window_from=table.window_from[slots],
         segment_decoder_from=table.decoder_from[slots],
-        segment_num_drafts=np.concatenate((decode.proposals, np.array([s.proposals for s in prefill], np.int32))),
+        segment_num_drafts=proposals,
         block_tables=table.block_table[slots, :num_columns],
         admissions=admissions,
         releases=releases,
@@ -129,19 +138,13 @@ class _Rows:
     sample: BoolArray
 
     @classmethod
-    def of_decode(cls, index: Int64Array) -> _Rows:
-        """`index` [R] = row within its segment, which is its place in the held block."""
-        num_rows = len(index)
-        kind = np.full(num_rows, RowKind.DRAFT, np.uint8)
-        kind[index == 0] = RowKind.DECODE
-        return cls(
-            token=index.copy(),
-            source=np.full(num_rows, TokenSource.HELD, np.uint8),
-            kind=kind,
-            content=np.full(num_rows, Content.TEXT, np.uint8),
-            writes=np.full(num_rows, _BOTH, np.uint8),
-            sample=np.ones(num_rows, np.bool_),
-        )
+    def of_decode(cls, index: Int64Array, anchors: Int64Array) -> _Rows:
+        """`index` [R] = row within its segment, which is its place in the held block; taken over. anchors: rows [D]."""
+        columns = np.empty((len(_DECODE_ROW), len(index)), np.uint8)
+        columns[:] = _DECODE_ROW
+        source, kind, content, writes, sample = columns
+        kind[anchors] = RowKind.DECODE
+        return cls(index, source, kind, content, writes, sample.view(np.bool_))
 
     def give_drafts(self, begin: int, drafts: list[int]) -> None:
         """Drafts that a constraint chose stand in the plan themselves."""

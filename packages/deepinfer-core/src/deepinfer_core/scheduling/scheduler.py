@@ -49,6 +49,7 @@ _MAX_PRIORITY = 1_000
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_PROMPT = 2**26
 _MAX_SALT_CHARS = 1_024
+_NO_TOKENS = (np.zeros(0, np.int64), np.zeros((0, 1), np.int64), np.zeros(0, np.int32))  # of no request
 
 
 class Scheduler:
@@ -142,6 +143,7 @@ class Scheduler:
             watcher=watcher,
             constraint=constraint,
         )
+        self._ledger.prepare(request)
         self._life.requests[number] = request
         if external:
             request.status = RequestStatus.WAITING_EXTERNAL
@@ -184,14 +186,14 @@ class Scheduler:
         )
         self._flights.append(launch(self._table, plan, segments))
         self._step += 1
-        self._count(plan)
+        self._count(plan.num_rows, sum(segment.count for segment in segments.prefill))
         return plan
 
-    def _count(self, plan: StepPlan) -> None:
+    def _count(self, rows: int, prefill_rows: int) -> None:
         stats = self._life.stats
         stats.steps += 1
-        stats.rows += plan.num_rows
-        stats.prefill_rows += int(np.count_nonzero(plan.row_kind <= RowKind.REPLAY))
+        stats.rows += rows
+        stats.prefill_rows += prefill_rows
         stats.peak_used_blocks = max(stats.peak_used_blocks, self._ledger.num_used)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutputs:
@@ -202,8 +204,9 @@ class Scheduler:
         self._check_oldest(plan)
         if result.step != plan.step:
             raise EngineError(f"the result of step {result.step} came for step {plan.step}")
-        check_result(result, self._table)
-        return self._committer.commit(self._land(plan), result)
+        columns = np.ascontiguousarray(result.tokens.T)  # [W, N]: numpy is fast along the long axis
+        check_result(result, columns, self._table)
+        return self._committer.commit(self._land(plan), result, columns)
 
     def abandon(self, plan: StepPlan, error: str, *, is_own: bool = True) -> None:
         """The oldest plan failed on the device: compute its requests again; one that fails alone ends with `error`,
@@ -246,8 +249,7 @@ class Scheduler:
     def take_finished(self) -> StepOutputs:
         """Ends that no commit has reported yet (aborts, failed allocations), as outputs without tokens."""
         finished, self._life.finished = tuple(self._life.finished), []
-        none = np.zeros(0, np.int64)
-        return StepOutputs(self._step, none, none.reshape(0, 1), none.astype(np.int32), finished)
+        return StepOutputs(self._step, *_NO_TOKENS, finished)
 
     def hit_tokens(self, number: int) -> int:
         """Prompt tokens of an unfinished request that were found in the cache; 0 if it is not known."""

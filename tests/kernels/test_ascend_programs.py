@@ -119,6 +119,18 @@ def test_every_code_of_a_record_is_read_exactly(package: SimpleNamespace, host: 
         assert torch.equal(read, unpack(cache, fmt)), fmt.name
 
 
+def test_the_router_takes_the_lowest_of_equal_experts(package: SimpleNamespace, host: FakeTorchNpu) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, half = (torch.randn(*shape, generator=generator) for shape in ((9, 8), (8, 8)))
+    gate = torch.cat([half, half], 1)  # every score twice
+    bias = torch.randn(9, 16, generator=generator).round()
+    bias[:5, 8:] = bias[:5, :8]  # five rows with ties, four whose own biases part them
+    ids, weights = package.ops.TABLE["route"](x, gate, bias, 5, 1.5)
+    wanted_ids, wanted_weights = REFERENCE.route(x, gate, bias, 5, 1.5)
+    assert torch.equal(ids, wanted_ids)
+    assert torch.allclose(weights, wanted_weights, rtol=1e-5)
+
+
 def test_no_rows_are_no_work(package: SimpleNamespace, host: FakeTorchNpu) -> None:
     none = torch.empty(0, dtype=torch.int64)
     cache = torch.zeros(4, 66, dtype=torch.uint8)
@@ -183,7 +195,7 @@ def test_what_is_offered_is_what_is_loaded(package: SimpleNamespace, release: Mo
 @pytest.mark.parametrize(
     ("op", "change", "dtype", "reason"),
     [
-        ("route", {}, torch.bfloat16, "softmax and sigmoid, not the root of softplus"),
+        ("head_logits", {}, torch.bfloat16, "must come out in float32, not rounded"),
         ("select_entries", {}, torch.bfloat16, "no kernel for select_entries"),
         ("run_experts", {}, torch.float32, "bfloat16 only"),
         ("mhc_mix", {"hc_mult": 2}, torch.bfloat16, "hc_mult is 2; .* 4, 6 or 8 streams"),

@@ -21,6 +21,7 @@ ROW_INVARIANT = frozenset(
         "mhc_collapse",
         "combine_experts",
         "engram_rows",
+        "engram_gate",
         "plan_keys",
         "plan_index",
     )
@@ -35,6 +36,7 @@ _FROM_LIBRARIES = frozenset(
         "mhc_expand",
         "attend",
         "index_scores",
+        "route",
         "plan_experts",
         "run_experts",
         "shared_expert",
@@ -45,7 +47,6 @@ OFFERED = ROW_INVARIANT | _FROM_LIBRARIES
 _BFLOAT16_ONLY = frozenset(("mhc_mix", "mhc_expand", "plan_experts", "run_experts", "shared_expert"))
 _NPU_STREAMS = (4, 6, 8)  # documented for npu_mhc_pre and npu_mhc_post
 _REASONS = {
-    "route": "npu_moe_gating_top_k knows softmax and sigmoid, not the root of softplus",
     "head_logits": "the product must come out in float32, not rounded; torch's own gives the dtype of its inputs",
     "rope_table": "angles reach 10^6 radians; the range of the device's sine is not documented",
 }

@@ -39,6 +39,10 @@ SCHEMAS: Mapping[str, str] = {
     "pool_pairs": "(Tensor first, Tensor second) -> Tensor",
     "shared_expert": "(Tensor x, Tensor w13, Tensor w2, float limit) -> Tensor",
     "combine_experts": "(Tensor pairs, Tensor shared) -> Tensor",
+    "route": "(Tensor x, Tensor gate, Tensor bias, int k, float scale) -> (Tensor, Tensor)",
+    "engram_gate": (
+        "(Tensor streams, Tensor key_value, Tensor q_weight, Tensor k_weight, Tensor dead, float eps) -> Tensor"
+    ),
     "engram_rows": (
         "(Tensor history, Tensor multipliers, Tensor primes, Tensor offsets, int pad_class, int heads) -> Tensor"
     ),

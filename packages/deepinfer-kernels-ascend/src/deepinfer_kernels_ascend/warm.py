@@ -67,3 +67,11 @@ def _rows(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
         yield "combine_experts", ("combine_experts", (chosen, dim, _DTYPE))
     yield "shared_expert", ("gated_activation", (c.moe_intermediate_size, _DTYPE))
     yield "engram_rows", ("engram_rows", (c.engram_max_ngram_size, c.engram_n_heads))
+    yield "engram_gate", ("gate_sums", (streams, dim, _DTYPE))
+    yield "engram_gate", ("gate_apply", (streams, dim, _DTYPE))
+    for experts, chosen in (
+        (c.n_routed_experts, c.num_experts_per_tok),
+        (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
+    ):
+        yield "route", ("select_experts", (experts, chosen, False))
+        yield "route", ("select_experts", (experts, chosen, True))  # a row with images has a bias of its own

@@ -8,10 +8,11 @@ from typing import Any
 from deepinfer_kernels_ascend.ops.cache_read import attend, index_scores, plan_index, plan_keys
 from deepinfer_kernels_ascend.ops.cache_write import round_index, write_entries, write_index_keys, write_window
 from deepinfer_kernels_ascend.ops.dense import grouped_linear, linear, rms_norm
-from deepinfer_kernels_ascend.ops.engram import engram_rows
+from deepinfer_kernels_ascend.ops.engram import engram_gate, engram_rows
 from deepinfer_kernels_ascend.ops.experts import plan_experts, run_experts, shared_expert
 from deepinfer_kernels_ascend.ops.mhc import mhc_expand, mhc_mix
 from deepinfer_kernels_ascend.ops.rope import apply_rope
+from deepinfer_kernels_ascend.ops.route import route
 from deepinfer_kernels_ascend.ops.rows import combine_experts, copy_rows, mhc_collapse, pool_pairs
 
 __all__ = ["TABLE"]
@@ -38,5 +39,7 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "run_experts": run_experts,
     "shared_expert": shared_expert,
     "combine_experts": combine_experts,
+    "route": route,
     "engram_rows": engram_rows,
+    "engram_gate": engram_gate,
 }

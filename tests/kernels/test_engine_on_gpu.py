@@ -12,6 +12,7 @@ import torch
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.checkpoint.mapped_memory import on_cuda_in_place
+from deepinfer_core.errors import KernelError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -50,6 +51,26 @@ def test_tokens_do_not_depend_on_how_they_are_computed(together: list[list[int]]
 @pytest.mark.parametrize("index", [0, 1, 2, 17])
 def test_a_request_alone_gets_the_tokens_that_it_gets_in_a_batch_of_64(together: list[list[int]], index: int) -> None:
     assert answers([prompts()[index]], [PARAMS[index]]) == [together[index]]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_a_float32_model_gives_the_tokens_of_the_cpu(eager: bool) -> None:
+    """Attention, index and experts come from the reference then, on the device and in graphs; the rest are kernels."""
+    openings = ["Once upon a time", "It was a fine morning, and Elizabeth", "In the beginning", "The module provides"]
+    params = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.0)
+    tokens: list[list[list[int]]] = []
+    for accelerator in ("cpu", "nvidia"):
+        with LLM(model="tiny", accelerator=accelerator, dtype="float32", enforce_eager=eager, quiet=True) as llm:
+            outputs = llm.generate(openings, params, use_tqdm=False)
+        tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.bad_input
+def test_float32_models_are_refused_where_the_kernels_do_not_keep_what_is_asked_for() -> None:
+    for asked in ({"batch_invariant": True}, {"float8_products": True}):
+        with pytest.raises(KernelError, match="attend|run_experts"):
+            LLM(model="tiny", accelerator="nvidia", dtype="float32", quiet=True, **asked)
 
 
 def test_host_memory_is_read_by_the_gpu_in_place() -> None:

@@ -18,6 +18,7 @@ from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, pack
 from tests.kernels.fake_deep_gemm import FakeDeepGemm
+from tests.kernels.fake_tile_kernels import FakeTileKernels
 
 WIDTH = 64  # B_TOPK of the library's kernel for 64 heads
 
@@ -119,6 +120,13 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> FakeDeepGemm:
     install(monkeypatch, "deep_gemm", **{name: getattr(fake, name) for name in deep_gemm.NEEDS})
     monkeypatch.setattr(deep_gemm, "code_rows_program", lambda dim: code_rows)
     deep_gemm.prepare(sys.modules["deep_gemm"])
+    return fake
+
+
+@pytest.fixture
+def tile_kernels(monkeypatch: pytest.MonkeyPatch) -> FakeTileKernels:
+    fake = FakeTileKernels()
+    install(monkeypatch, "tile_kernels", **fake.modules)
     return fake
 
 
@@ -286,6 +294,80 @@ def test_experts_of_two_kinds_of_weights_are_left_to_our_kernel(
     assert binding.run_experts(rows_of(2, 64), torch.ones(2, 1), tiles, w13, w2, 1.0) == "ours"
 
 
+# ---- tile-kernels ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """One operation with inputs that tile-kernels takes, and inputs that it refuses."""
+
+    op: str
+    call: str
+    taken: tuple[Any, ...]
+    refused: tuple[tuple[Any, ...], ...]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def row_cases() -> list[RowCase]:
+    f32 = torch.float32
+    mixes, dead = drawn(5, 4, 4, dtype=f32), torch.tensor([False, True, False, False, True])
+    wide, narrow = drawn(5, 4, 512), drawn(5, 4, 96)
+    half_columns = drawn(5, 2 * 512)[:, :512]  # rows that are parts of longer ones
+    return [
+        RowCase(
+            "rms_norm",
+            "norm_forward",
+            (half_columns, drawn(512), 1e-6),
+            ((wide, drawn(512, dtype=f32), 1e-6), (drawn(5, 24), drawn(24), 1e-6), (drawn(0, 512), drawn(512), 1e-6)),
+        ),
+        RowCase(
+            "mhc_collapse",
+            "mhc_pre_apply_mix_fwd",
+            (wide.transpose(0, 1).contiguous().transpose(0, 1), drawn(5, 4, dtype=f32)),
+            ((narrow, drawn(5, 4, dtype=f32)), (wide.float(), drawn(5, 4, dtype=f32))),
+        ),
+        RowCase(
+            "mhc_expand",
+            "mhc_post_fwd",
+            (wide, half_columns, drawn(5, 4, dtype=f32), mixes),
+            ((narrow, drawn(5, 96), drawn(5, 4, dtype=f32), mixes),),
+        ),
+        RowCase(
+            "engram_gate",
+            "engram_gate_fwd",
+            (wide, drawn(5, 5 * 512), drawn(4, 512), drawn(4, 512), dead, 1e-20),
+            ((narrow, drawn(5, 5 * 96), drawn(4, 96), drawn(4, 96), dead, 1e-20),),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("case", row_cases(), ids=lambda case: case.op)
+def test_operations_on_rows_go_to_tile_kernels(tile_kernels: FakeTileKernels, case: RowCase) -> None:
+    from deepinfer_kernels_nvidia.libraries import tile_kernels as binding
+
+    got, want = getattr(binding, case.op)(*case.taken), getattr(REFERENCE, case.op)(*case.taken)
+    assert tile_kernels.calls == [case.call]
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    tolerance = OPS[case.op].bfloat16_tolerance
+    assert torch.allclose(got.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", row_cases(), ids=lambda case: case.op)
+def test_shapes_that_tile_kernels_refuses_run_our_kernel(
+    tile_kernels: FakeTileKernels, monkeypatch: pytest.MonkeyPatch, case: RowCase
+) -> None:
+    from deepinfer_kernels_nvidia.libraries import tile_kernels as binding
+
+    monkeypatch.setattr(binding, f"own_{case.op}", lambda *arguments: arguments)
+    for arguments in case.refused:
+        assert getattr(binding, case.op)(*arguments) == arguments
+    assert tile_kernels.calls == []
+
+
 # ---- which library is taken ------------------------------------------------------------------------------------------
 
 
@@ -301,12 +383,13 @@ def test_a_library_is_chosen_only_where_it_is_installed_and_made_for_the_gpu(
     assert library_table("sm_100") == {}
 
 
-def test_libraries_share_the_table(flash_mla: FlashMla, deep_gemm: FakeDeepGemm) -> None:
+def test_libraries_share_the_table(flash_mla: FlashMla, deep_gemm: FakeDeepGemm, tile_kernels: FakeTileKernels) -> None:
     from deepinfer_kernels_nvidia.libraries import library_table
 
     deep_gemm.deterministic = False
     deep_gemm.alignment = 64
-    assert set(library_table("sm_103")) == {"attend", "linear", "run_experts", "shared_expert"}
+    products = {"linear", "run_experts", "shared_expert"}
+    assert set(library_table("sm_103")) == products | {"attend"} | {case.op for case in row_cases()}
     assert (deep_gemm.deterministic, deep_gemm.alignment) == (True, 128)
 
 
@@ -340,5 +423,6 @@ def test_every_binding_is_an_operation_of_the_contract() -> None:
     from deepinfer_kernels_nvidia.libraries import LIBRARIES
     from deepinfer_kernels_nvidia.ops import TABLE
 
-    for library in LIBRARIES:
-        assert set(library.operations) <= set(TABLE)
+    bound = [op for library in LIBRARIES for op in library.operations]
+    assert set(bound) <= set(TABLE)
+    assert len(set(bound)) == len(bound), "two libraries take one operation"

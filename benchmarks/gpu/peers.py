@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,33 +154,37 @@ def attention(flash_mla: bool) -> Iterator[Case]:
 
     keys = f"{WINDOW_KEYS} + {SELECTED} keys"
     for rows in (256, ROWS):
-        yield Case("attend", f"{rows} rows, {keys}", _FLASH_MLA, lambda r=rows: decode(r), "decode, 584-byte records")
+        yield Case("attend", f"{rows} rows, {keys}", _FLASH_MLA, partial(decode, rows), "decode, 584-byte records")
     for rows in (ROWS, 4096):
-        yield Case("attend", f"{rows} rows, {keys}", _FLASH_MLA, lambda r=rows: prefill(r), "prefill, bf16 rows")
+        yield Case("attend", f"{rows} rows, {keys}", _FLASH_MLA, partial(prefill, rows), "prefill, bf16 rows")
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
+def plain(rows: int, k: int, n: int) -> tuple[Call, Call]:
+    x, w = randn(rows, k), randn(k, n)
+    return lambda: TABLE["linear"](x, w), lambda: x @ w
+
+
+def coded(rows: int, k: int, n: int) -> tuple[Call, Call]:
+    x, weight = randn(rows, k), code_columns(randn(k, n))
+    row = code_columns(x.t())  # codes [rows, k], one power of two a row
+    scales = row.scale[:, None].contiguous(), weight.scale[None].contiguous()
+    return lambda: TABLE["linear"](x, weight), lambda: _aten._scaled_mm(
+        row.codes, weight.codes.t(), *scales, None, None, torch.bfloat16
+    )
+
+
 def products() -> Iterator[Case]:
-    for name, k, n in (("wq_a + wkv", 5120, 1792), ("wq_b", 1280, 32_768), ("wo_b", 8192, 5120)):
-        for rows in (32, ROWS):
-
-            def plain(rows: int = rows, k: int = k, n: int = n) -> tuple[Call, Call]:
-                x, w = randn(rows, k), randn(k, n)
-                return lambda: TABLE["linear"](x, w), lambda: x @ w
-
-            def coded(rows: int = rows, k: int = k, n: int = n) -> tuple[Call, Call]:
-                x, weight = randn(rows, k), code_columns(randn(k, n))
-                row = code_columns(x.t())  # codes [rows, k], one power of two a row
-                scales = row.scale[:, None].contiguous(), weight.scale[None].contiguous()
-                return lambda: TABLE["linear"](x, weight), lambda: _aten._scaled_mm(
-                    row.codes, weight.codes.t(), *scales, None, None, torch.bfloat16
-                )
-
-            shape = f"{name}: {rows}x{k}x{n}"
-            yield Case("linear", shape, "torch.mm (cuBLAS)", plain)
-            yield Case("linear (coded)", shape, "torch._scaled_mm", coded, "ours also codes the rows")
+    shapes = [("wq_a + wkv", 5120, 1792), ("wq_b", 1280, 32_768), ("wo_b", 8192, 5120)]
+    for op, peer, make, note in (
+        ("linear", "torch.mm (cuBLAS)", plain, ""),
+        ("linear (coded)", "torch._scaled_mm", coded, "ours also codes the rows"),
+    ):
+        for name, k, n in shapes:
+            for rows in (32, ROWS):
+                yield Case(op, f"{name}: {rows}x{k}x{n}", peer, partial(make, rows, k, n), note)
 
     def head() -> tuple[Call, Call]:
         x, w = randn(ROWS, HIDDEN), randn(HIDDEN, 129_280)
@@ -220,7 +225,7 @@ def experts() -> Iterator[Case]:
     for rows in (32, ROWS):
         shape = f"{local} experts, {rows} rows each"
         yield Case(
-            "run_experts", shape, "torch._grouped_mm", lambda r=rows: routed(r), "activation by torch, rows gathered"
+            "run_experts", shape, "torch._grouped_mm", partial(routed, rows), "activation by torch, rows gathered"
         )
     yield Case("shared_expert", f"{ROWS} rows", "torch.mm (cuBLAS)", shared, "activation by torch")
 

@@ -107,6 +107,20 @@ def test_the_bound_token_ends_the_constrained_part(byte_grammars: GrammarCompile
     assert _allowed(constraint.rows([], 0), 0) is None
 
 
+def test_the_bound_token_may_be_part_of_the_grammar_and_ends_it_where_it_is_complete(
+    byte_grammars: GrammarCompiler,
+) -> None:
+    bound = ord(".")
+    constraint = _constraint(byte_grammars, StructuredOutput(regex='"[a.]*"[.a]*', until=bound))
+    rows = constraint.rows(list(b'".a."..'), 9)
+    assert list(rows.drafts) == list(b'".a."..')
+    assert [_allowed(rows, row) is None for row in range(8)] == [False] * 6 + [True] * 2
+    assert constraint.observe([*b'".a."']) is None
+    assert _allowed(constraint.rows([], 0), 0) == sorted(b".a")
+    assert constraint.observe([bound, *b"free"]) is None
+    assert _allowed(constraint.rows([], 0), 0) is None
+
+
 def test_the_bound_token_is_forced_where_nothing_else_can_come(byte_grammars: GrammarCompiler) -> None:
     constraint = _constraint(byte_grammars, StructuredOutput(choice=["ab"], until=ord("#")))
     assert list(constraint.rows([], 5).drafts) == list(b"ab#")

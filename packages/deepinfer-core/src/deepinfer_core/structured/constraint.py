@@ -110,9 +110,9 @@ class GrammarConstraint:
             return True
         if self._phase is _Phase.DONE:
             return True
-        if self._until is not None and token in (self._until, self._eos):
-            if token == self._eos or not self._matcher.is_complete:
-                return False
+        if self._until is not None and token == self._eos:
+            return False
+        if token == self._until and self._matcher.is_complete:  # before, it is a token like any other
             self._phase = _Phase.DONE
             return True
         taken = self._matcher.advance(token)

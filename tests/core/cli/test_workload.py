@@ -120,6 +120,14 @@ def test_bad_usage_is_one_line(capsys: pytest.CaptureFixture[str], words: list[s
 # ---- bench ----------------------------------------------------------------------------------------------------------
 
 
+def test_tokens_of_all_n_answers_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_workload(tmp_path / "w.jsonl", [Arrival(0.0, "hello", output_tokens=5, params={"n": 3})])
+    words = ["bench", "--workload", str(tmp_path / "w.jsonl"), "--json", "--draft-schedule", "fixed", *SMALL]
+    assert main(words) == 0
+    (one,) = json.loads(capsys.readouterr().out)["loads"]
+    assert (one["requests"], one["output_tokens"]) == (1, 15)
+
+
 def test_a_workload_is_served_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = [Arrival(0.02 * i, None, 20 + i, i % 2, output_tokens=4 + i) for i in range(5)]
     write_workload(tmp_path / "w.jsonl", workload)

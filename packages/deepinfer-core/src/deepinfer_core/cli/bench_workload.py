@@ -98,9 +98,9 @@ async def _serve(engine: Engine, one: Arrival, at_s: float, seed: int) -> _Serve
     stream = engine.add_request(prompt, one.sampling_params(seed))
     async for _ in stream:
         pass
-    answer = stream.output.outputs[0]
-    prompt_tokens = len(stream.output.prompt_token_ids)
-    return _Served(prompt_tokens, len(answer.token_ids), answer.finish_reason or "abort", answer.metrics)
+    answers = stream.output.outputs
+    prompt_tokens, output_tokens = len(stream.output.prompt_token_ids), sum(len(one.token_ids) for one in answers)
+    return _Served(prompt_tokens, output_tokens, answers[0].finish_reason or "abort", answers[0].metrics)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -112,6 +112,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Throughput over per-user speed, a point a load. ConfigError without matplotlib, or if it cannot be written."""
     points = [one for one in results["loads"] if one["user_tokens_per_s"]["p50"] is not None]
+    points.sort(key=lambda one: one["load"])
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     speeds = [[one["user_tokens_per_s"][name] for one in points] for name in ("p10", "p50", "p90")]

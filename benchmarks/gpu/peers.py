@@ -270,16 +270,16 @@ def tile_kernels() -> Iterator[Case]:
         return lambda: TABLE["rms_norm"](x, w, 1e-20), lambda: quant.norm_forward(x, w, 1e-20)[0]
 
     def rope() -> tuple[Call, Call]:
-        x, plain = randn(ROWS, HEADS, HEAD_DIM), randn(ROWS, HEADS, HEAD_DIM)
+        x = randn(ROWS, HEADS, HEAD_DIM)
+        same = x.clone()
         table = TABLE["rope_table"](torch.arange(ROWS, device="cuda"), torch.rand(_ROTARY // 2, device="cuda"))
         halves = torch.cat([table[:, 0, ::2], table[:, 1, 1::2]], 1).contiguous()
-        plain.copy_(x)
 
         def theirs() -> Tensor:
-            rotary.apply_rotary(plain[..., -_ROTARY:], halves, interleaved=True)
-            return plain
+            rotary.apply_rotary(same[..., -_ROTARY:], halves, interleaved=True)
+            return same
 
-        return lambda: TABLE["apply_rope"](x, table), theirs
+        return lambda: TABLE["apply_rope"](x, table, in_place=True), theirs
 
     def collapse() -> tuple[Call, Call]:
         x, mix, out = randn(ROWS, STREAMS, HIDDEN), torch.rand(ROWS, STREAMS, device="cuda"), randn(ROWS, HIDDEN)
@@ -296,6 +296,18 @@ def tile_kernels() -> Iterator[Case]:
         return lambda: TABLE["mhc_expand"](x, y, post, mix), lambda: mhc.mhc_post_fwd(
             y[None], x[None], post[None, ..., None], mix[None]
         )[0]
+
+    def following() -> tuple[Call, Call]:
+        x, y, w = randn(ROWS, STREAMS, HIDDEN), randn(ROWS, HIDDEN), randn(HIDDEN)
+        post, pre = torch.rand(2, ROWS, STREAMS, device="cuda").unbind()
+        mix, out = torch.rand(ROWS, STREAMS, STREAMS, device="cuda"), torch.empty_like(y)
+
+        def theirs() -> Tensor:
+            streams = mhc.mhc_post_fwd(y[None], x[None], post[None, ..., None], mix[None])[0]
+            mhc.mhc_pre_apply_mix_fwd(streams, pre, out)
+            return quant.norm_forward(out, w, 1e-20)[0]
+
+        return lambda: TABLE["mhc_next"](x, y, post, mix, pre, w, 1e-20)[1], theirs
 
     def route() -> tuple[Call, Call]:
         x, gate, bias = randn(ROWS, HIDDEN), 0.02 * randn(HIDDEN, 384).float(), randn(384, dtype=torch.float32)
@@ -317,9 +329,10 @@ def tile_kernels() -> Iterator[Case]:
 
     streams = f"{ROWS}x{STREAMS}x{HIDDEN}"
     yield Case("rms_norm", f"{ROWS}x{HIDDEN}", _TILE_KERNELS, norm)
-    yield Case("apply_rope", f"{ROWS}x{HEADS}x{HEAD_DIM}", _TILE_KERNELS, rope, "theirs turns 64 dims in place")
+    yield Case("apply_rope", f"{ROWS}x{HEADS}x{HEAD_DIM}", _TILE_KERNELS, rope, "64 dims in place")
     yield Case("mhc_collapse", streams, _TILE_KERNELS, collapse)
     yield Case("mhc_expand", streams, _TILE_KERNELS, expand)
+    yield Case("mhc_next", streams, _TILE_KERNELS, following, "post, pre mix and norm, three kernels")
     yield Case("route", f"{ROWS}x{HIDDEN}x384", _TILE_KERNELS, route, "logits by cuBLAS in float32", dense)
     yield Case("engram_gate", streams, _TILE_KERNELS, gate)
 

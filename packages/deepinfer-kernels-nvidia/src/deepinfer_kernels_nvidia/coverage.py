@@ -39,9 +39,14 @@ OFFERED = frozenset(
         "run_experts",
         "shared_expert",
         "combine_experts",
+        "engram_rows",
         "engram_gate",
-        "draw_token",
         "markov_step",
+        "adjust_logits",
+        "filter_logits",
+        "draw_token",
+        "accept_drafts",
+        "token_logprobs",
     )
 )
 _ATTENTION = frozenset(("plan_keys", "attend"))
@@ -54,6 +59,7 @@ _INDEX_DIM_STEP = 32  # values that share a scale, and the depth of one fp8 wgmm
 _INDEX_ENTRIES_STEP = 16  # records of any length come in whole 16-byte units
 _BLOCK_TOKENS = 128
 _EXPERT_DIM_STEP = 8  # rows of whole 16-byte units
+_MOST_IDS = 1 << 19  # weights of so many ids add up in 64 bits
 _MOST_STREAMS = 8  # the mix of a row is held in the registers of one thread
 
 
@@ -73,6 +79,8 @@ def reason_against(op: str, config: ModelConfig, dtype: torch.dtype) -> str | No
         for name in ("hidden_size", "moe_intermediate_size"):
             if getattr(config, name) % _EXPERT_DIM_STEP:
                 return f"{name} is {getattr(config, name)}; the expert kernels need a multiple of {_EXPERT_DIM_STEP}"
+    if op == "filter_logits" and config.vocab_size > _MOST_IDS:
+        return f"vocab_size is {config.vocab_size}; the kernel of filters takes at most {_MOST_IDS}"
     if op == "mhc_mix" and config.hc_mult > _MOST_STREAMS:
         return f"hc_mult is {config.hc_mult}; the kernel holds at most {_MOST_STREAMS} streams"
     return None

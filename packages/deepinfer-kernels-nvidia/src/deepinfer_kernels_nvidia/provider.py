@@ -63,12 +63,17 @@ class NvidiaProvider:
         return reason_against(op, config, dtype)
 
     def warm(
-        self, config: ModelConfig, progress: Callable[[int, int, str], None], local_experts: int | None = None
+        self,
+        config: ModelConfig,
+        progress: Callable[[int, int, str], None],
+        local_experts: int | None = None,
+        *,
+        coded: bool = False,
     ) -> None:
         """Compile every program of this model for the current GPU; see `warm.warm`. Raises KernelError."""
         from deepinfer_kernels_nvidia.warm import warm  # imports TileLang
 
-        warm(config, progress, local_experts)
+        warm(config, progress, local_experts, coded=coded)
 
 
 def _device_problem(driver: Driver) -> str | None:

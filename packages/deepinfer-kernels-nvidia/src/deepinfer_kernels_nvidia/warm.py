@@ -32,6 +32,7 @@ def variants(config: ModelConfig, local_experts: int | None = None, *, coded: bo
     by_op = [
         *(_coded(config, local_experts) if coded else ()),
         *_rows(config),
+        *_sampling(),
         *_caches(config),
         *_attention(config),
         *_products(config),
@@ -41,11 +42,17 @@ def variants(config: ModelConfig, local_experts: int | None = None, *, coded: bo
     return list(dict.fromkeys(variant for op, variant in by_op if taken[op]))
 
 
-def warm(config: ModelConfig, progress: Callable[[int, int, str], None], local_experts: int | None = None) -> None:
-    """Compile every variant for the current GPU. `progress(done, total, name)` is called before each and at the end.
-    Raises KernelError where one does not compile.
+def warm(
+    config: ModelConfig,
+    progress: Callable[[int, int, str], None],
+    local_experts: int | None = None,
+    *,
+    coded: bool = False,
+) -> None:
+    """Compile every variant for the current GPU; `coded` as for `variants`. `progress(done, total, name)` is called
+    before each and at the end. Raises KernelError where one does not compile.
     """
-    wanted = variants(config, local_experts)
+    wanted = variants(config, local_experts, coded=coded)
     for done, (name, parameters) in enumerate(wanted):
         progress(done, len(wanted), name)
         PROGRAMS[name](*parameters)
@@ -78,8 +85,18 @@ def _rows(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     yield "mhc_mix", ("mhc_gates", (streams, dim, columns, c.hc_sinkhorn_iters, "float32"))
     yield "mhc_collapse", ("mhc_collapse", (streams, dim, "bfloat16", "float32"))
     yield "mhc_expand", ("mhc_expand", (streams, dim, "bfloat16", "float32"))
-    yield "draw_token", ("draw_blocks", ())
+    yield "engram_rows", ("engram_rows", (c.engram_max_ngram_size, c.engram_n_heads))
     yield "engram_gate", ("engram_gate", (streams, dim, "bfloat16", "float32"))
+
+
+def _sampling() -> Iterator[tuple[str, Variant]]:
+    """Programs of sample rows, which no width of the model shapes."""
+    yield "adjust_logits", ("adjust_rows", ())
+    yield "filter_logits", ("filter_rows", ())
+    yield "draw_token", ("draw_blocks", ())
+    yield "draw_token", ("draw_best", ())
+    yield "accept_drafts", ("accept", ())
+    yield "token_logprobs", ("row_logprobs", ())
 
 
 def _caches(c: ModelConfig) -> Iterator[tuple[str, Variant]]:

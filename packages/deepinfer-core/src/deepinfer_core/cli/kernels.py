@@ -41,6 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help=f"with --warm: experts a layer that one process holds, 1 .. {_MOST_EXPERTS} (all)",
     )
+    parser.add_argument(
+        "--float8-products",
+        action="store_true",
+        help="with --warm: the kernels of the setting float8_products, too",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_provider(args.accelerator or read_text("DEEPINFER_ACCELERATOR"), statuses)
     config = ModelConfig.from_folder(resolve_model(args.model, accelerator=choice.name, weights=False))
     if args.warm:
-        _warm(choice, config, args.local_experts, quiet=args.json)
+        _warm(choice, config, args.local_experts, coded=args.float8_products, quiet=args.json)
     dtype = args.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
     _, sources = build_kernels(choice, config, getattr(torch, dtype), cpu_kernels=args.cpu_kernels)
     providers = [
@@ -86,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, *, quiet: bool) -> None:
+def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, *, coded: bool, quiet: bool) -> None:
     """Compile what the chosen provider runs for this model, with a bar on stderr. Raises KernelError, ConfigError."""
     from tqdm import tqdm
 
@@ -97,10 +102,15 @@ def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, 
     warm = getattr(choice.provider, "warm", None)
     if warm is None:
         raise KernelError(f"--warm has no kernels to compile ahead on {choice.name} ({choice.reason})")
+    if coded and not choice.provider.coded_ops:
+        raise KernelError(f"--float8-products: {choice.name} has no kernels of that form; leave it out")
     with tqdm(desc="Compiling", unit="kernel", disable=quiet) as bar:
 
         def show(done: int, total: int, name: str) -> None:
             bar.total, bar.n = total, done
             bar.set_postfix_str(name)
 
-        warm(config, show, local_experts)
+        if coded:
+            warm(config, show, local_experts, coded=True)
+        else:
+            warm(config, show, local_experts)

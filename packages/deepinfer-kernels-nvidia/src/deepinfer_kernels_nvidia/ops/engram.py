@@ -1,6 +1,11 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Gate of the Engram memory on the residual streams (model.md 2.6), in float32:
+"""Engram (model.md 2.6): which table rows an n-gram names, and the gate of what they hold on the residual streams.
+
+    c_i  = token class i positions back; pad from the first dead one (below 0) on
+    r_1  = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset
+
+One thread a row and column (n-gram, head) walks the history; products of 64 bits never overflow. The gate, in float32:
 
     d_i  = (X_i qw_i kw_i) . key_i * rsqrt(mean(X_i^2) + eps) * rsqrt(mean(key_i^2) + eps) * D^-0.5
     X_i += sigmoid(sign(d_i) sqrt(max(|d_i|, 1e-6))) * value           0 where the row is dead (an image)
@@ -16,9 +21,42 @@ from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
 
-__all__ = ["engram_gate"]
+__all__ = ["engram_gate", "engram_rows"]
 
 _THREADS = 128
+
+
+@program
+def engram_rows_program(ngrams: int, heads: int):
+    """history [rows, ngrams] -> out [rows, (ngrams - 1) * heads]."""
+    rows = T.dynamic("rows")
+    columns = (ngrams - 1) * heads
+
+    @T.prim_func
+    def engram_rows(
+        history: T.Tensor((rows, ngrams), "int64"),
+        multipliers: T.Tensor((ngrams,), "int64"),
+        primes: T.Tensor((columns,), "int64"),
+        offsets: T.Tensor((columns,), "int64"),
+        out: T.Tensor((rows, columns), "int64"),
+        pad_class: T.int64,
+    ):
+        with T.Kernel(T.ceildiv(rows * columns, _THREADS), threads=_THREADS) as block:
+            unit = block * _THREADS + T.get_thread_binding()
+            mixed = T.alloc_var("int64")
+            is_dead = T.alloc_var("int32")
+            if unit < rows * columns:
+                row, column = unit // columns, unit % columns
+                mixed = T.int64(0)
+                is_dead = 0
+                for n in T.unroll(ngrams):
+                    if n <= column // heads + 1:
+                        if history[row, n] < T.int64(0):
+                            is_dead = 1
+                        mixed = mixed ^ (T.if_then_else(is_dead == 1, pad_class, history[row, n]) * multipliers[n])
+                out[row, column] = mixed % primes[column] + offsets[column]
+
+    return engram_rows
 
 
 @program
@@ -89,4 +127,20 @@ def engram_gate(
             aligned(streams), parts, q_weight.contiguous(), k_weight.contiguous(), dead.contiguous().view(torch.uint8),
             out, eps,
         )  # fmt: skip
+    return out
+
+
+def engram_rows(
+    history: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad_class: int, heads: int
+) -> Tensor:
+    """history [R, N], multipliers [N], primes and offsets [(N - 1) heads], all int64 -> table rows [R, (N - 1) heads];
+    see contract `engram_rows`.
+    """
+    rows, ngrams = history.shape
+    out = torch.empty(rows, (ngrams - 1) * heads, dtype=torch.int64, device=history.device)
+    if out.numel():
+        launch = engram_rows_program(ngrams, heads)
+        launch(
+            history.contiguous(), multipliers.contiguous(), primes.contiguous(), offsets.contiguous(), out, pad_class
+        )
     return out

@@ -43,6 +43,7 @@ class Work:
     provider: str
     dtype: torch.dtype | None
     rows: tuple[int, ...]
+    match: str  # cases whose name has it
     first: int
     workers: int
 
@@ -52,6 +53,7 @@ def share_of(work: Work) -> tuple[ConformanceSubject, list[tuple[str, Case, int]
     subject = find_subject(work.provider, work.dtype)
     mine = [case for case in all_cases() if subject.skips(case) is None]
     every = [(f"{case.op}-{case.name}, {rows} rows", case, rows) for case in mine for rows in work.rows]
+    every = [one for one in every if work.match in one[0]]
     return subject, every[work.first :: work.workers]
 
 
@@ -93,6 +95,7 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     for first in range(jobs):
         log = Path(arguments.out).with_suffix(f".{first}.log")
         share = ["--share", f"{first}/{jobs}", "--rows", arguments.rows, "--provider", arguments.provider]
+        share += ["--match", arguments.match]
         share += [] if arguments.dtype is None else ["--dtype", arguments.dtype]
         command = [arguments.sanitizer, "--tool", tool, sys.executable, __file__, *share]
         with log.open("wb") as output:
@@ -111,7 +114,9 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         found.append(read_log(log.read_text(encoding="utf-8", errors="replace")))
         log.unlink()
     ended = {name: seconds for one in found for name, seconds in one["ended"].items()}
-    _, wanted = share_of(Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), 0, 1))
+    _, wanted = share_of(
+        Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), arguments.match, 0, 1)
+    )
     missing = [name for name, _, _ in wanted if name not in ended]
     summaries = [one["summary"] for one in found]
     clean = not missing and all(summary is not None and summary.startswith("0 ") for summary in summaries)
@@ -142,6 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--jobs", type=int, default=8, help="processes (8)")
     parser.add_argument("--rows", default="1,13", help="numbers of rows of each case (1,13)")
+    parser.add_argument("--match", default="", help="only the cases with this in their name")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds until workers are ended (300)")
     parser.add_argument("--provider", default="nvidia", help="as of the conformance suite (nvidia)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="compute dtype")
@@ -150,7 +156,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.share is not None:
         first, workers = (int(part) for part in arguments.share.split("/"))
-        run_share(Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), first, workers))
+        run_share(
+            Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), arguments.match, first, workers)
+        )
         return 0
     if arguments.out is None:
         parser.error("--out is needed")

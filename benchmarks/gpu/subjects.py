@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.cache import CacheLayout, ModelState
 from deepinfer_core.checkpoint.dequantize import dequantize_fp4, dequantize_fp8_blocks
 from deepinfer_core.checkpoint.loader import load_model_weights
-from deepinfer_core.checkpoint.memory_plan import Form
 from deepinfer_core.checkpoint.quantize import quantize_fp4, quantize_fp8_blocks
 from deepinfer_core.checkpoint.random_weights import random_weights
 from deepinfer_core.checkpoint.weights import (
@@ -72,7 +71,7 @@ class Subject:
         return build_params(cast_weights(self.weights, device, dtype), self.config, coded=coded)
 
     @torch.inference_mode()
-    def logits(self, params: ModelParams, kernels: Kernels, cache_form: Form = "plain") -> Tensor:
+    def logits(self, params: ModelParams, kernels: Kernels, cache_form: Literal["plain", "packed"] = "plain") -> Tensor:
         """[R, V] float32 on the CPU: every position of every text, each in one piece."""
         found: list[Tensor] = []
         for ids in self.texts:
@@ -93,6 +92,7 @@ class Agreement:
     positions: int
     clear: int
     other_argmax: int  # of the clear ones
+    lost: tuple[int, ...]  # those positions
     widest_gap_lost: float  # largest gap among those, 0 where there is none
     median: float  # of |difference|, over all positions and ids
     mean: float
@@ -106,6 +106,7 @@ class Agreement:
             positions=len(reference),
             clear=int((gap > GAP).sum()),
             other_argmax=int(lost.sum()),
+            lost=tuple(lost.nonzero().flatten().tolist()),
             widest_gap_lost=round(float(torch.where(lost, gap, 0.0).max()), 3),
             median=round(float(difference.median()), 5),
             mean=round(float(difference.mean()), 5),

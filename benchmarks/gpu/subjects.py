@@ -151,8 +151,8 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         return torch.device(device)
     if isinstance(value, torch.dtype):
         return dtype
-    if isinstance(value, tuple):
-        return tuple(cast_weights(item, device, dtype) for item in value)
+    if isinstance(value, list | tuple):
+        return type(value)(cast_weights(item, device, dtype) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{
             field.name: cast_weights(item, device, torch.float32 if field.name in _KEPT else dtype)
@@ -164,8 +164,8 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
 def _as_released(value: Any) -> Any:
     """Weights as a checkpoint stores them: FP8 and FP4 where the release has these."""
-    if isinstance(value, tuple):
-        return tuple(_as_released(item) for item in value)
+    if isinstance(value, list | tuple):
+        return type(value)(_as_released(item) for item in value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     changes = {field.name: _as_released(getattr(value, field.name)) for field in dataclasses.fields(value)}

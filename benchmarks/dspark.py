@@ -5,6 +5,9 @@
 
     none        no drafts        fixed 3, fixed 5        every draft is verified        scheduled        the budget
 
+A longer table is made in several calls: results of the same text, batch and temperature in the file of `--output` are
+replaced, the others stay.
+
 The bundled model on prompts of `texts.py`. Every way has an engine of its own; each round runs all of them in turn, and
 all give the same tokens. `scheduled_over` are ratios of scheduled to each other way, medians over rounds, and the least
 of them is the ratio to the best other way. Rates are medians, too; accepted and verified are drafts a request and step.
@@ -13,6 +16,7 @@ of them is the ratio to the best other way. Rates are medians, too; accepted and
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,11 +94,22 @@ def measure(
         "text": text,
         "batch": batch,
         "temperature": temperature,
+        "output_tokens": output_tokens,
+        "rounds": rounds,
         "ways": ways,
         "scheduled_over": over,
         "scheduled_over_best": min(ratio["median"] for ratio in over.values()),
         "policy": llms["scheduled"].statistics()["draft_policy"],
     }
+
+
+def kept_results(output: Path | None, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the file of an earlier call holds beside `new`."""
+    if output is None or not output.exists():
+        return []
+    replaced = [(found["text"], found["batch"], found["temperature"]) for found in new]
+    old = json.loads(output.read_text(encoding="utf-8"))["results"]
+    return [found for found in old if (found["text"], found["batch"], found["temperature"]) not in replaced]
 
 
 def main() -> None:
@@ -118,7 +133,7 @@ def main() -> None:
                     found = measure(llms, text, batch, args.output_tokens, temperature, args.rounds)
                     print(text, batch, temperature, found["scheduled_over_best"], found["policy"], flush=True)
                     results.append(found)
-    write_results(args.output, {"output_tokens": args.output_tokens, "rounds": args.rounds, "results": results})
+    write_results(args.output, {"results": kept_results(args.output, results) + results})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/engine_cpu.py --output benchmarks/results/engine_cpu.json
 
-    bare        32 requests through LLM.generate / the same step plans replayed on a second runner: no scheduler, no
-                text, no outputs. The share that the engine leaves of the model's speed
+    bare        32 requests through LLM.generate / the same step plans on a runner alone: no scheduler, no text, no
+                outputs. The share that the engine leaves of the model's speed; step by step, in slices of 8 steps
     overlap     overlapped loop / plain loop, on the model and on a simulated device whose steps take 5 ms
     prefix      time to first token of a prompt with 4,096 cached tokens, cold / hit, with bounded and with exact replay
     queue       1,000 requests of mixed lengths on a small cache: peak use of blocks, preemptions
@@ -16,22 +16,27 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from measuring import OPENINGS, median_ratio, seconds_of, token_ids, turns, write_results
 
 from deepinfer_core import LLM, SamplingParams
-from deepinfer_core.config.engine import resolve_settings
 from deepinfer_core.config.scheduler import SchedulerConfig, SpeculationConfig
-from deepinfer_core.runtime.assembly import AssembledEngine, assemble_engine
+from deepinfer_core.runtime.assembly import AssembledEngine
 from deepinfer_core.runtime.engine_loop import make_loop
 from deepinfer_core.runtime.simulated import SimulatedDevice
 from deepinfer_core.scheduling.plan import StepPlan
 from deepinfer_core.scheduling.replay import ReplayRules
+from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.scheduling.scheduler import Scheduler
 
 BATCH, OUTPUT_TOKENS = 32, 48
+SLICE_STEPS = 8
 HIT_TOKENS, TAIL_TOKENS = 4096, 20
 SIMULATED_STEP_S = 0.005
 # Only what is named below may differ between systems; prefixes would make later rounds cheaper than earlier ones.
@@ -45,40 +50,78 @@ def answer_all(llm: LLM, number: int) -> None:
     llm.generate(prompts, params, use_tqdm=False)
 
 
+class Relay:
+    """An engine, and the plans that it makes on another engine's runner alone: some steps here, then the same there.
+
+    Both get their turn within a fraction of a second, so what slows the machine down for a while slows both down.
+    """
+
+    def __init__(self, engine: LLM, other: LLM) -> None:
+        assembled = cast(AssembledEngine, engine._engine)
+        self._llm, self._bare = engine, cast(AssembledEngine, other._engine).runner
+        self._step, self._launch = assembled.loop.step, assembled.runner.launch
+        assembled.loop.step, assembled.runner.launch = self._timed_step, self._noted_launch
+        self._plans: list[StepPlan] = []
+        self._engine_s: list[float] = []
+        self._bare_s: list[float] = []
+        self._since = 0.0
+
+    def round(self) -> tuple[list[float], list[float]]:
+        """Seconds of every step of the engine and of the bare runner; the same requests in every round.
+
+        What the engine does before its first step counts as part of that, and what it does at the end as the last's.
+        """
+        self._engine_s, self._bare_s = [], []
+        self._since = time.perf_counter()
+        answer_all(self._llm, 0)
+        self._hand_over()
+        return self._engine_s, self._bare_s
+
+    def _timed_step(self) -> StepOutputs:
+        if self._plans:
+            if len(self._plans) > SLICE_STEPS:
+                self._hand_over()
+            else:
+                self._engine_has_stepped()
+        return self._step()
+
+    def _noted_launch(self, plan: StepPlan) -> Future[Any]:
+        self._plans.append(plan)
+        return self._launch(plan)
+
+    def _engine_has_stepped(self) -> None:
+        now = time.perf_counter()
+        self._engine_s.append(now - self._since)
+        self._since = now
+
+    def _hand_over(self) -> None:
+        """The bare runner takes its turn. A step that is launched already runs in the engine's next one, in `wait`."""
+        self._engine_has_stepped()
+        self._bare_s += [seconds_of(partial(self._bare.run, plan)) for plan in self._plans]
+        self._plans.clear()
+        self._since = time.perf_counter()
+
+
 def bare(rounds: int, num_drafts: int) -> dict[str, Any]:
-    """Engine against the same plans on a runner alone."""
+    """Engine against the same plans on a runner alone.
+
+    Compared are sums over the steps of medians over the rounds: a neighbour that takes a core for a moment hits a step
+    of one round. Two engines swap roles, since one runner is faster than another by where its memory happens to lie.
+    """
     settings = COMMON | {"prefix_replay": "off", "num_drafts": num_drafts}
-    plans: list[StepPlan] = []
-    twin = assemble_engine(resolve_settings({"model": "tiny"} | settings, {}).config).runner
-    with LLM("tiny", **settings) as llm:
-        runner = cast(AssembledEngine, llm._engine).runner
-        launch = runner.launch
-
-        def record(plan: StepPlan) -> Any:
-            plans.append(plan)
-            return launch(plan)
-
-        runner.launch = record
-
-        def engine(number: int) -> float:
-            plans.clear()
-            return seconds_of(lambda: answer_all(llm, number))
-
-        def model(number: int) -> float:
-            return seconds_of(lambda: [twin.run(plan) for plan in plans])
-
-        engine(-1)  # the first steps allocate
-        model(-1)
-        times: dict[str, list[float]] = {"engine": [], "bare": []}
-        for number in range(rounds):  # the plans of a round must have been made before they can be replayed
-            times["engine"].append(engine(number))
-            times["bare"].append(model(number))
-    twin.close()
-    rate = BATCH * OUTPUT_TOKENS / statistics.median(times["engine"])
+    with LLM("tiny", **settings) as one, LLM("tiny", **settings) as other:
+        relays = Relay(one, other), Relay(other, one)
+        for relay in relays:
+            relay.round()  # the first steps allocate
+        found = [[seconds for relay in relays for seconds in relay.round()] for _ in range(rounds)]
+    # found: by round, and in it [engine, bare] of the first relay, then of the second; each by step
+    steps_s = [np.median(np.array(same), axis=0) for same in zip(*found, strict=True)]
+    engine_s, bare_s = (float(sum(times.sum() for times in steps_s[role::2])) for role in (0, 1))
+    rounds_s = [[sum(sum(times) for times in one_round[role::2]) for one_round in found] for role in (0, 1)]
     return {
-        "share": median_ratio(times["bare"], times["engine"]),
-        "share_of_fastest": min(times["bare"]) / min(times["engine"]),  # other work on the machine only adds time
-        "tokens_per_s": rate,
+        "share": bare_s / engine_s,
+        "share_of_whole_rounds": median_ratio(rounds_s[1], rounds_s[0]),
+        "tokens_per_s": 2 * BATCH * OUTPUT_TOKENS / engine_s,
         "drafts": num_drafts,
     }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepinfer_core.config.sampling import SamplingParams
-from deepinfer_core.errors import CapacityError
+from deepinfer_core.errors import CapacityError, EngineError
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.scheduling.plan import Admission, Content, StepPlan, TokenSource
@@ -77,6 +77,30 @@ def test_launched_steps_run_in_order_and_give_what_run_gives(tiny_a: TinyModel) 
         assert np.array_equal(got.confidences, want.confidences)
     plain.close()
     launched.close()
+
+
+def test_an_interrupted_step_has_failed_and_the_one_behind_it_does_not_run(
+    tiny_a: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tiny_a.expected["sequences"]["len37"]
+    runner = runner_of(tiny_a)
+    expected = runner.run(first_step(0, tokens, 0))
+    first, second = runner.launch(first_step(0, tokens, 0)), runner.launch(held_step(0, 37, 0, 0))
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.forward, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.wait(first)
+    with pytest.raises(EngineError, match="interrupted"):
+        runner.wait(first)
+    with pytest.raises(EngineError, match="the step before it failed"):
+        runner.wait(second)
+    again = runner.wait(runner.launch(first_step(0, tokens, 0)))
+    assert np.array_equal(again.tokens, expected.tokens)
+    runner.close()
 
 
 def test_rows_are_counted_per_layer(tiny_a: TinyModel) -> None:

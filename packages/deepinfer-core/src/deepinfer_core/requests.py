@@ -269,9 +269,12 @@ class AnswerBook:
             entry = self._open.get(number)
             if entry is not None:
                 request, answer = entry
-                with self._failing_alone(request, complete):
-                    request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
+                try:  # not `_failing_alone`: this runs for every request and step
+                    if not answer.output.token_ids:
+                        request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
                     request.add(answer, tokens, outputs.logprobs.get(index, ()))
+                except Exception as error:
+                    self._fail(request, error, complete)
         for number, entries in outputs.prompt_logprobs.items():
             if number in self._open:
                 request, answer = self._open[number]
@@ -297,12 +300,15 @@ class AnswerBook:
         try:
             yield
         except Exception as error:
-            reason = f"the output could not be handed out: {type(error).__name__}: {error}"
-            for number in self.open_numbers(request):
-                self._scheduler.abort(number)
-                _, answer = self._open.pop(number)
-                request.fail(answer, number, reason)
-            complete.append(request)
+            self._fail(request, error, complete)
+
+    def _fail(self, request: PreparedRequest, error: Exception, complete: list[PreparedRequest]) -> None:
+        reason = f"the output could not be handed out: {type(error).__name__}: {error}"
+        for number in self.open_numbers(request):
+            self._scheduler.abort(number)
+            _, answer = self._open.pop(number)
+            request.fail(answer, number, reason)
+        complete.append(request)
 
     def all_numbers(self) -> list[int]:
         """Numbers of all answers that still run."""

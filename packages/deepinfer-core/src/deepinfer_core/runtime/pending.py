@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_core.sampling import PromptLogprobs, SampledBatch
-from deepinfer_core.scheduling.plan import Admission, StepPlan, StepResult, TokenLogprobs
+from deepinfer_core.scheduling.plan import Admission, FloatArray, StepPlan, StepResult, TokenLogprobs
 
 __all__ = ["PendingResult", "Proposals", "SampledRows"]
 
@@ -125,33 +125,39 @@ class PendingResult:
             return _nothing_drawn(self.plan, prompt)
         if self.drawn.copied is not None:
             self.drawn.copied.synchronize()
-        plan, rows, sampled, proposals = self.plan, self.drawn.rows, self.drawn.sampled, self.drawn.proposals
-        num_drafts = 0 if proposals is None else proposals.tokens.numel()
-        sizes = (sampled.tokens.numel(), *[len(rows.segments)] * 3, num_drafts, num_drafts)
-        tokens, num_tokens, failed, first, draft_tokens, confidence_bits = np.split(
-            self.drawn.host.numpy(), np.cumsum(sizes)[:-1]
-        )
-        depth = 0 if proposals is None else proposals.tokens.shape[1]
-        drafts = np.full((len(rows.segments), depth), -1, np.int64)
-        confidences = np.zeros((len(rows.segments), depth), np.float32)
-        if proposals is not None:
-            drafts[proposals.entries] = draft_tokens.reshape(-1, depth)
-            confidences[proposals.entries] = confidence_bits.view(np.float64).reshape(-1, depth)
-            drafts[np.arange(depth) >= plan.segment_num_drafts[rows.segments][:, None]] = -1
+        plan, rows, sampled = self.plan, self.drawn.rows, self.drawn.sampled
+        host, width, count = self.drawn.host.numpy(), sampled.tokens.shape[1], len(rows.segments)
+        tokens = host[: count * width].reshape(count, width)
+        num_tokens, failed, first = host[count * width : count * (width + 3)].reshape(3, count)
+        drafts, confidences = self._read_proposals(host[count * (width + 3) :], self.drawn)
         return StepResult(
             step=plan.step,
             slot=plan.segment_slot[rows.segments],
             generation=plan.segment_generation[rows.segments],
             position=first + 1,
-            tokens=tokens.reshape(sampled.tokens.shape),
+            tokens=tokens,
             num_tokens=num_tokens.astype(np.int32),
             num_verified=sampled.num_verified,
             draft_tokens=drafts,
             confidences=confidences,
             logprobs=sampled.logprobs_on_host(),
             prompt_logprobs=prompt,
-            errors={int(segment): _NO_TOKEN for segment in rows.segments[failed != 0]},
+            errors={int(segment): _NO_TOKEN for segment in rows.segments[failed != 0]} if failed.any() else {},
         )
+
+    def _read_proposals(self, numbers: NDArray[np.int64], drawn: _Drawn) -> tuple[NDArray[np.int64], FloatArray]:
+        """(draft tokens, confidences) [M, n] from what the list of integers ends with."""
+        segments, proposals = drawn.rows.segments, drawn.proposals
+        if proposals is None:
+            return np.zeros((len(segments), 0), np.int64), np.zeros((len(segments), 0), np.float32)
+        depth = proposals.tokens.shape[1]
+        drafts = np.full((len(segments), depth), -1, np.int64)
+        confidences = np.zeros((len(segments), depth), np.float32)
+        draft_tokens, confidence_bits = numbers.reshape(2, -1, depth)
+        drafts[proposals.entries] = draft_tokens
+        confidences[proposals.entries] = confidence_bits.view(np.float64)
+        drafts[np.arange(depth) >= self.plan.segment_num_drafts[segments][:, None]] = -1
+        return drafts, confidences
 
 
 def _nothing_drawn(plan: StepPlan, prompt: Mapping[int, list[TokenLogprobs]]) -> StepResult:

@@ -50,7 +50,12 @@ class RankRunner(Runner):
         **named: Any,
     ) -> None:
         super().__init__(
-            *args, exchange=exchange, engram=engram, context=None if group is None else group.rows, **named
+            *args,
+            exchange=exchange,
+            engram=engram,
+            context=None if group is None else group.rows,
+            runs_ahead=True,
+            **named,
         )
         self.lockstep, self.exchange, self.engram = lockstep, exchange, engram
         self.agreed: Agreement | None = None  # of the newest step

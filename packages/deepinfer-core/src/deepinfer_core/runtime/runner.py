@@ -4,16 +4,16 @@
                                                                              |
                  held_tokens[slot] = [newest token, drafts ..], held_position[slot] = its position
 
-`run(plan)` is `wait(launch(plan))`. `launch` hands the step to one worker thread and returns at once, so that the next
-plan can be made while torch works; steps run in the order of their launches. On an accelerator the worker only queues
-the step's work and goes on with the next one: nothing waits for the device but `wait`, for the one block of numbers
-that the step's result is made from.
+`run(plan)` is `wait(launch(plan))`. `launch` returns at once, so that the next plan can be made; steps run in the order
+of their launches. On an accelerator it hands the step to one worker thread, which only queues the step's work and goes
+on with the next one: nothing waits for the device but `wait`, for the one block of numbers that the step's result is
+made from. On a CPU the step runs in `wait`, since two threads would only take turns (lazy_executor.py).
 """
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.parallel.experts import ExpertExchange
 from deepinfer_core.parallel.owned import EngramSource
 from deepinfer_core.runtime.forward import CudaCapture, Forward, ForwardRows
+from deepinfer_core.runtime.lazy_executor import LazyExecutor
 from deepinfer_core.runtime.pending import PendingResult, Proposals, SampledRows
 from deepinfer_core.sampling import PromptLogprobs, SampledBatch, Sampler, SampleRows, prompt_logprobs, to_device
 from deepinfer_core.scheduling.plan import Admission, Content, StepPlan, StepResult
@@ -68,7 +69,11 @@ class RunnerStats:
 
 
 class Runner:
-    """Runs the plans of one engine on one device. `context`: ranks that share long prompts; all run the same plans."""
+    """Runs the plans of one engine on one device.
+
+    context: ranks that share long prompts; all run the same plans. runs_ahead: a launched step runs whether or not
+    anybody waits for it, as ranks that meet in it need; on an accelerator it does so in any case.
+    """
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class Runner:
         context: Communicator | None = None,
         exchange: ExpertExchange | None = None,
         engram: EngramSource | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         if config.num_drafts > model_config.dspark_block_size or (config.num_drafts and params.draft is None):
             raise CapacityError(
@@ -134,9 +140,7 @@ class Runner:
         self._failures = 0  # of launched steps; the worker's
         self._reported_failures = 0  # by `wait`; the caller's
         self._last_done_s = 0.0  # when the result before was read
-        self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="deepinfer-device", initializer=_take_device, initargs=(self.device,)
-        )
+        self._worker = _worker_thread(self.device) if runs_ahead or self.device.type != "cpu" else LazyExecutor()
 
     # ---- the three calls of a step -------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class Runner:
         return self._finish(pending)
 
     def close(self) -> None:
-        """Finish what is queued and end the worker thread."""
+        """Finish what is queued and end the worker thread, if there is one."""
         self._worker.shutdown()
 
     @torch.inference_mode()
@@ -192,7 +196,7 @@ class Runner:
             if self._failures != reported_failures:
                 raise EngineError("the step before it failed, so it could not run")
             return self._step(plan)
-        except Exception:
+        except BaseException:  # a step that was interrupted may have written a part of what it writes
             self._failures += 1
             raise
 
@@ -367,6 +371,10 @@ def _can_be_captured(params: ModelParams) -> bool:
     """Whether all that a step needs is where a graph can reach it; CUDA is what has graphs here."""
     tables = [layer.engram.table for layer in params.layers if layer.engram is not None]
     return params.embed.device.type == "cuda" and all(table.codes.device.type == "cuda" for table in tables)
+
+
+def _worker_thread(device: torch.device) -> Executor:
+    return ThreadPoolExecutor(1, thread_name_prefix="deepinfer-device", initializer=_take_device, initargs=(device,))
 
 
 def _take_device(device: torch.device) -> None:

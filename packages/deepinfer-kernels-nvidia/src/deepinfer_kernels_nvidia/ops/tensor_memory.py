@@ -13,16 +13,23 @@ from typing import Any
 
 from deepinfer_kernels_nvidia.jit import T
 
-__all__ = ["accumulate", "read_sums"]
+__all__ = ["accumulate", "is_streamed", "read_sums"]
 
 
-def accumulate(a: Any, b: Any, total: Any, sums: Any, done: Any, first: Any) -> Any:
+def accumulate(a: Any, b: Any, total: Any, sums: Any, done: Any, first: Any, *, transposed: bool = False) -> Any:
     """total += a @ b, of shared tiles, where `sums` is None; else sums += a @ b in tensor memory, from zero at the
-    `first` tile, and `done` is the mbarrier that tells when.
+    `first` tile, and `done` is the mbarrier that tells when. `transposed`: b is [columns, inner].
     """
     if sums is None:
-        return T.gemm(a, b, total, policy=T.GemmWarpPolicy.FullRow)
-    return T.gemm(a, b, sums, mbar=done, clear_accum=first)
+        return T.gemm(a, b, total, transpose_B=transposed, policy=T.GemmWarpPolicy.FullRow)
+    return T.gemm(a, b, sums, transpose_B=transposed, mbar=done, clear_accum=first)
+
+
+def is_streamed(expert: Any, tensor_memory: bool) -> Any:
+    """Whether the loop over a tile of this expert, -1 = none, is entered. In tensor memory a loop takes a constant
+    number of steps, so an unused tile goes around it; in registers it is entered and takes none.
+    """
+    return expert >= 0 if tensor_memory else True
 
 
 @T.macro

@@ -2,7 +2,9 @@
 # pyright: basic, reportInvalidTypeForm=false
 """cache[destination] = cache[source] for two row lists that don't meet: scratch keys into rings, pairs into rings.
 
-A row is copied as raw words, whatever its dtype; one thread moves up to 16 bytes, so nothing is staged in memory.
+    row   | chunk of thread t | t + 1 | ..      a chunk: 4, 2 or 1 words of 32 bits (of bytes where a row has odd ones)
+
+A row is copied as raw words, whatever its dtype, through the registers of one thread a chunk.
 """
 
 import torch

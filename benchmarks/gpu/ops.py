@@ -23,10 +23,12 @@ import tilelang
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack
 from deepinfer_kernels_nvidia.ops import TABLE
 
 ROWS, HIDDEN, HEADS, HEAD_DIM, STREAMS = 1024, 5120, 64, 512, 4
+ROTARY = 64
 WINDOW_KEYS, SELECTED = 128, 512
 CACHE_ROWS = 262_144
 CALLS, REPLAYS, INPUT_SETS = 10, 20, 3
@@ -146,8 +148,14 @@ def norms_and_streams() -> Iterator[Case]:
     mix = {"iterations": 20, "norm_eps": 1e-20, "eps": 1e-6}
     wide, f32 = STREAMS * HIDDEN, torch.float32
     yield simple("rms_norm", 2 * row_bytes, lambda: (randn(ROWS, HIDDEN), randn(HIDDEN, dtype=f32), 1e-20), "1024x5120")
-    rope_bytes = 4 * ROWS * HEADS * HEAD_DIM
-    yield simple("apply_rope", rope_bytes, lambda: (randn(ROWS, HEADS, HEAD_DIM), table), "1024x64x512")
+    rope_bytes = 4 * ROWS * HEADS * ROTARY
+    yield simple(
+        "apply_rope",
+        rope_bytes,
+        lambda: (randn(ROWS, HEADS, HEAD_DIM), table),
+        "1024x64x512, 64 in place",
+        in_place=True,
+    )
     yield simple(
         "mhc_mix",
         4 * row_bytes + 24 * wide * 4,
@@ -162,6 +170,19 @@ def norms_and_streams() -> Iterator[Case]:
         "mhc_expand",
         9 * row_bytes,
         lambda: (randn(ROWS, 4, HIDDEN), randn(ROWS, HIDDEN), randn(ROWS, 4, dtype=f32), randn(ROWS, 4, 4, dtype=f32)),
+        "1024x4x5120",
+    )
+    mixes = ((ROWS, 4), (ROWS, 4, 4), (ROWS, 4))
+    yield simple(
+        "mhc_next",
+        10 * row_bytes,
+        lambda: (
+            randn(ROWS, 4, HIDDEN),
+            randn(ROWS, HIDDEN),
+            *(randn(*shape, dtype=f32) for shape in mixes),
+            randn(HIDDEN, dtype=f32),
+            1e-20,
+        ),
         "1024x4x5120",
     )
     pair = (ROWS, 2, HEAD_DIM)
@@ -210,12 +231,44 @@ def products() -> Iterator[Case]:
     flops = 2.0 * ROWS * 8 * 4096 * 1024
     yield Case("grouped_linear", "wo_a: 1024x8x4096x1024", sets(make_groups), 2 * 8 * 4096 * (ROWS + 1024), flops)
 
-    def make_float32() -> Callable[[], Any]:
-        x, w = randn(ROWS, 5120, dtype=torch.float32), randn(5120, 1024, dtype=torch.float32)
-        return lambda: TABLE["linear"](x, w)
+    def make_sums() -> Callable[[], Any]:
+        x, w = randn(ROWS, 5120), randn(5120, 1024)
+        return lambda: TABLE["head_logits"](x, w)
 
     flops = 2.0 * ROWS * 5120 * 1024
-    yield Case("linear", "float32 compressor: 1024x5120x1024", sets(make_float32), 4 * 5120 * 2048, flops)
+    yield Case("head_logits", "compressor: 1024x5120x1024", sets(make_sums), 2 * 5120 * 2048, flops)
+
+
+def coded_products() -> Iterator[Case]:
+    """With weights in e4m3, as `float8_products` has them; rows are coded on the way."""
+    for name, k, n in (("wq_b", 1280, 32_768), ("wo_b", 8192, 5120)):
+        for rows in (8, ROWS):
+
+            def make(rows: int = rows, k: int = k, n: int = n) -> Callable[[], Any]:
+                x, w = randn(rows, k), code_columns(randn(k, n))
+                return lambda: TABLE["linear"](x, w)
+
+            flops = 2.0 * rows * k * n
+            yield Case("linear_coded", f"{name}: {rows}x{k}x{n}", sets(make), k * n + 2 * rows * (k + n), flops)
+    width, local = 2304, 6
+    for rows in (8, ROWS):
+
+        def make_shared(rows: int = rows) -> Callable[[], Any]:
+            x, w13, w2 = randn(rows, HIDDEN), code_columns(randn(HIDDEN, 2 * width)), code_columns(randn(width, HIDDEN))
+            return lambda: TABLE["shared_expert"](x, w13, w2, 10.0)
+
+        flops = 6.0 * rows * HIDDEN * width
+        yield Case("shared_expert_coded", f"{rows} rows", sets(make_shared), 3 * HIDDEN * width, flops)
+
+        def make_routed(rows: int = rows) -> Callable[[], Any]:
+            x, ids = randn(rows, HIDDEN), torch.arange(local, device="cuda").expand(rows, -1).contiguous()
+            w13, w2 = code_columns(randn(local, HIDDEN, 2 * width)), code_columns(randn(local, width, HIDDEN))
+            scale, plan = torch.rand(rows, local, device="cuda"), TABLE["plan_experts"](ids, local)
+            return lambda: TABLE["run_experts"](x, scale, plan, w13, w2, 10.0)
+
+        flops = 6.0 * rows * local * HIDDEN * width
+        shape = f"6 experts, {rows} rows each"
+        yield Case("run_experts_coded", shape, sets(make_routed), 3 * local * HIDDEN * width, flops)
 
 
 def experts() -> Iterator[Case]:
@@ -238,19 +291,21 @@ def experts() -> Iterator[Case]:
 
     yield Case("plan_experts", f"{ROWS}x6 of 384", sets(make_plan), ROWS * 6 * 12)
 
-    def make_shared() -> Callable[[], Any]:
-        x, w13, w2 = randn(ROWS, HIDDEN), randn(HIDDEN, 2 * width), randn(width, HIDDEN)
-        return lambda: TABLE["shared_expert"](x, w13, w2, 10.0)
+    for rows in (8, ROWS):
 
-    flops = 6.0 * ROWS * HIDDEN * width
-    yield Case("shared_expert", f"{ROWS} rows", sets(make_shared), 2 * 3 * HIDDEN * width, flops)
+        def make_shared(rows: int = rows) -> Callable[[], Any]:
+            x, w13, w2 = randn(rows, HIDDEN), randn(HIDDEN, 2 * width), randn(width, HIDDEN)
+            return lambda: TABLE["shared_expert"](x, w13, w2, 10.0)
+
+        flops = 6.0 * rows * HIDDEN * width
+        yield Case("shared_expert", f"{rows} rows", sets(make_shared), 2 * 3 * HIDDEN * width, flops)
 
     def make_route() -> Callable[[], Any]:
-        x, gate = randn(ROWS, HIDDEN), torch.randn(HIDDEN, 384, device="cuda")
+        x, gate = randn(ROWS, HIDDEN), randn(HIDDEN, 384)
         bias = torch.randn(384, device="cuda")
         return lambda: TABLE["route"](x, gate, bias, 6, 1.5)
 
-    yield Case("route", f"{ROWS}x{HIDDEN}x384", sets(make_route), 2 * ROWS * HIDDEN + 4 * HIDDEN * 384)
+    yield Case("route", f"{ROWS}x{HIDDEN}x384", sets(make_route), 2 * ROWS * HIDDEN + 2 * HIDDEN * 384)
 
     def make_combine() -> Callable[[], Any]:
         pairs, shared = randn(ROWS, 6, HIDDEN), randn(ROWS, HIDDEN)
@@ -304,7 +359,7 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = set(filter(None, arguments.only.split(",")))
     limits, timings = ceilings(), []
-    for part in (cache_writes, norms_and_streams, attention, indexer, products, experts):
+    for part in (cache_writes, norms_and_streams, attention, indexer, products, coded_products, experts):
         for case in part():
             if wanted and case.op not in wanted:
                 continue

@@ -30,6 +30,7 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.cache_ops import KeyPlan
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
+from deepinfer_core.kernels.reference.mhc import next_of
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, read_rows
 from deepinfer_core.model.params import LayerParams, ModelParams
 
@@ -123,19 +124,22 @@ def rounding_table(params: ModelParams, points: Iterable[str], order: int = 0) -
         run, change = getattr(REFERENCE, name), at(point)
         return lambda *args, **named: change(run(*args, **named))
 
+    collapse, expand = after("mhc_collapse", "sublayer inputs"), after("mhc_expand", "streams")
+    norm = after("rms_norm", "norms")
     return replace(
         REFERENCE,
         linear=lambda x, weight: linear(x, weight) if id(weight) in kept else at("products")(linear(x, weight)),
         grouped_linear=lambda x, weight: at("products")(grouped_linear(x, weight)),
-        rms_norm=after("rms_norm", "norms"),
+        rms_norm=norm,
         apply_rope=after("apply_rope", "rope"),
         attend=attend,
         plan_experts=plan_experts,
         run_experts=run_experts,
         shared_expert=shared_expert,
         combine_experts=after("combine_experts", "sublayer outputs"),
-        mhc_collapse=after("mhc_collapse", "sublayer inputs"),
-        mhc_expand=after("mhc_expand", "streams"),
+        mhc_collapse=collapse,
+        mhc_expand=expand,
+        mhc_next=next_of(expand, collapse, norm),
         engram_gate=after("engram_gate", "streams"),
         pool_pairs=after("pool_pairs", "pooled"),
         index_scores=lambda iq, weights, *rest: REFERENCE.index_scores(iq, at("products")(weights), *rest),

@@ -172,7 +172,9 @@ def frugal_code(jit: ModuleType, source: str, arch: str, folder: Path) -> str:
     [
         ("attend", "sm_90a", ("HGMMA", "STSM")),
         ("index_scores", "sm_90a", ("QGMMA", "UTMALDG")),
-        ("matmul_parts", "sm_90a", ("HGMMA", "UTMALDG")),
+        ("mix_parts", "sm_90a", ("HGMMA", "UTMALDG")),
+        ("matmul", "sm_90a", ("HGMMA", "UTMALDG", "UTMASTG")),
+        ("mhc_next", "sm_90a", ("LDG.E.128", "STG.E.128")),
         ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
         # Products that are not in tensor memory become the older HMMA on SM100; none of these has run there.
         ("attend", "sm_100a", ("HMMA",)),
@@ -198,8 +200,13 @@ def test_hot_programs_compile_without_spills(
 @pytest.mark.parametrize(
     ("name", "parameters", "shared_bytes", "columns"),
     [
-        ("matmul", (1, 5120, 129280, "float32"), 4 * 2 * 64 * (128 + 256), 256),  # four stages of bf16 tiles, 64 deep
-        ("gated", (6, 5120, 1536, True), 4 * 2 * 64 * (128 + 2 * 128), 256),
+        (
+            "matmul",
+            (1, 5120, 129280, "float32", False),
+            4 * 2 * 64 * (128 + 256),
+            256,
+        ),  # four stages of bf16 tiles, 64 deep
+        ("gated", (6, 5120, 1536, True, False), 4 * 2 * 64 * (128 + 2 * 128), 256),
         ("down", (6, 1536, 5120), 4 * 2 * 64 * (128 + 128), 128),
     ],
 )

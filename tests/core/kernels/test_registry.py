@@ -95,3 +95,24 @@ def test_an_operation_outside_the_contract_is_refused() -> None:
     choice = choose_provider("a", [ProviderStatus("a", Odd("a"), Capability("cpu", "x", "y"))])
     with pytest.raises(KernelError, match="frobnicate"):
         build_kernels(choice, small_config(), torch.float32)
+
+
+def test_the_next_input_is_made_of_the_providers_parts_where_it_offers_no_fused_one() -> None:
+    normalized: list[torch.Size] = []
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normalized.append(x.shape)
+        return REFERENCE.rms_norm(x, weight, eps)
+
+    class Norm(FakeProvider):
+        def load(self) -> Mapping[str, Callable[..., Any]]:
+            return {"rms_norm": norm}
+
+    provider: KernelProvider = Norm("a", row_invariant_ops=frozenset(("rms_norm",)))
+    choice = choose_provider("a", [ProviderStatus("a", provider, provider.probe())])
+    kernels, sources = build_kernels(choice, small_config(), torch.float32)
+    arguments = (*(torch.ones(*shape) for shape in ((2, 4, 8), (2, 8), (2, 4), (2, 4, 4), (2, 4), (8,))), 1e-6)
+    for got, want in zip(kernels.mhc_next(*arguments), REFERENCE.mhc_next(*arguments), strict=True):
+        assert torch.equal(got, want)
+    assert normalized == [(2, 8)]
+    assert next(source for source in sources if source.op == "mhc_next").row_invariant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix, sinkhorn
+from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix, mhc_next, sinkhorn
 
 
 def sinkhorn_by_definition(c: Tensor, iterations: int, eps: float) -> Tensor:
@@ -61,3 +61,15 @@ def test_mixes_have_the_definitions_shapes_and_ranges() -> None:
     assert 0 <= post.min().item() <= post.max().item() <= 2
     u = mhc_collapse(streams, pre)
     assert torch.allclose(u, (pre[:, :, None] * streams).sum(1), atol=1e-5)
+
+
+def test_the_next_sublayers_input_is_the_norm_of_the_mixed_streams() -> None:
+    g = torch.Generator().manual_seed(3)
+    streams, y, weight = (torch.randn(*shape, generator=g) for shape in ((3, 4, 32), (3, 32), (32,)))
+    post, pre, c = (torch.rand(*shape, generator=g) for shape in ((3, 4), (3, 4), (3, 4, 4)))
+    after, x = mhc_next(streams, y, post, c, pre, weight, 1e-20)
+    expected = post.double()[:, :, None] * y[:, None] + torch.einsum("rij,rid->rjd", c.double(), streams.double())
+    mixed = torch.einsum("rj,rjd->rd", pre.double(), expected)
+    normalized = weight * mixed / mixed.square().mean(1, keepdim=True).sqrt()
+    torch.testing.assert_close(after.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x.double(), normalized, atol=1e-5, rtol=1e-5)

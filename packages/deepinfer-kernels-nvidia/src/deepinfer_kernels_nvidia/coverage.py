@@ -22,6 +22,7 @@ OFFERED = frozenset(
         "mhc_mix",
         "mhc_collapse",
         "mhc_expand",
+        "mhc_next",
         "write_window",
         "write_entries",
         "write_index_keys",

@@ -17,6 +17,8 @@ from deepinfer_kernels_nvidia.jit import PROGRAMS
 from deepinfer_kernels_nvidia.ops import TABLE
 from deepinfer_kernels_nvidia.ops.experts import TILE
 from deepinfer_kernels_nvidia.ops.linear_float32 import num_parts
+from deepinfer_kernels_nvidia.ops.mhc_product import num_mix_parts
+from deepinfer_kernels_nvidia.ops.route import num_route_parts
 
 __all__ = ["variants", "warm"]
 
@@ -79,12 +81,15 @@ def _rows(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     ):
         yield "apply_rope", ("apply_rope", (heads, dim, rotary, "bfloat16", "float32", inverse))
     streams, dim = c.hc_mult, c.hidden_size
-    columns = _padded(streams * (streams + 2))
-    inner = _padded(streams * dim)
-    yield "mhc_mix", ("matmul_parts", (inner, columns, "bfloat16", "float32", True))
-    yield "mhc_mix", ("mhc_gates", (streams, dim, columns, c.hc_sinkhorn_iters, "float32"))
+    mixes = streams * (streams + 2)
+    yield "mhc_mix", ("split_weight", (mixes,))
+    for few in (False, True):
+        yield "mhc_mix", ("mix_parts", (streams * dim, mixes, few))
+    parts = num_mix_parts(streams * dim)
+    yield "mhc_mix", ("mhc_gates", (streams, dim, parts, mixes, c.hc_sinkhorn_iters, "float32"))
     yield "mhc_collapse", ("mhc_collapse", (streams, dim, "bfloat16", "float32"))
     yield "mhc_expand", ("mhc_expand", (streams, dim, "bfloat16", "float32"))
+    yield "mhc_next", ("mhc_next", (streams, dim, "bfloat16", "float32", "float32"))
     yield "engram_rows", ("engram_rows", (c.engram_max_ngram_size, c.engram_n_heads))
     yield "engram_gate", ("engram_gate", (streams, dim, "bfloat16", "float32"))
 
@@ -142,16 +147,19 @@ def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     ]
     ngrams = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
     shapes.append((ngrams, (c.hc_mult + 1) * dim))
-    for inner, outer in shapes:
-        yield "linear", ("matmul", (1, _padded(inner), _padded(outer), "bfloat16"))
-    yield "head_logits", ("matmul", (1, _padded(dim), _padded(c.vocab_size), "float32"))
     per_group = c.num_attention_heads // c.o_groups * head
-    yield "grouped_linear", ("matmul", (c.o_groups, _padded(per_group), _padded(c.o_lora_rank), "bfloat16"))
-    for inner, outer in ((dim, 2 * head), (dim + c.dspark_markov_rank, 1)):
-        inner, outer = _padded(inner), _padded(outer)
-        yield "linear", ("matmul_parts", (inner, outer, "float32", "float32", False))
-        if num_parts(inner, outer) > 1:
-            yield "linear", ("sum_parts", (num_parts(inner, outer), outer))
+    for few in (False, True):
+        for inner, outer in shapes:
+            yield "linear", ("matmul", (1, _padded(inner), _padded(outer), "bfloat16", few))
+        # The head, and compressors of pairs.
+        for outer in (c.vocab_size, 2 * head):
+            yield "head_logits", ("matmul", (1, _padded(dim), _padded(outer), "float32", few))
+        group = _padded(per_group), _padded(c.o_lora_rank)
+        yield "grouped_linear", ("matmul", (c.o_groups, *group, "bfloat16", few))
+    inner = _padded(dim + c.dspark_markov_rank)
+    yield "linear", ("matmul_parts", (inner, _padded(1), "float32", "float32", False))
+    if num_parts(inner, _padded(1)) > 1:
+        yield "linear", ("sum_parts", (num_parts(inner, _padded(1)), _padded(1)))
 
 
 def _experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
@@ -161,18 +169,20 @@ def _experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, V
         (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
     ):
         local = total if local_experts is None else min(local_experts, total)
-        inner, columns = _padded(dim), _padded(total)
-        yield "route", ("matmul_parts", (inner, columns, "bfloat16", "float32", False))
+        parts, columns = num_route_parts(dim), _padded(total)
+        for few in (False, True):
+            yield "route", ("matmul", (parts, _padded(dim // parts), columns, "float32", few))
         for bias_by_row in (False, True):
-            yield "route", ("select_experts", (num_parts(inner, columns), total, columns, chosen, bias_by_row))
+            yield "route", ("select_experts", (parts, total, columns, chosen, bias_by_row))
+        yield "plan_experts", ("rank_pairs", (local,))
         yield "plan_experts", ("first_tiles", (local, TILE))
         yield "plan_experts", ("place_pairs", (local, TILE))
         yield "run_experts", ("gather_tiles", (dim, chosen))
-        yield "run_experts", ("gated", (local, dim, width, True))
+        yield "run_experts", ("gated", (local, dim, width, True, False))
         yield "run_experts", ("down", (local, width, dim))
         yield "combine_experts", ("combine_experts", (chosen, dim, "bfloat16"))
-    yield "plan_experts", ("rank_pairs", ())
-    yield "shared_expert", ("gated", (1, dim, width, False))
+    for few in (False, True):
+        yield "shared_expert", ("gated", (1, dim, width, False, few))
 
 
 def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
@@ -181,16 +191,18 @@ def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Var
         yield "linear", ("code_rows", (inner,))
     heads, index_heads = c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim
     for inner, outer in ((c.q_lora_rank, heads), (c.q_lora_rank, index_heads), (low, dim), (width, dim)):
-        yield "linear", ("matmul_coded", (inner, outer))
+        for few in (False, True):
+            yield "linear", ("matmul_coded", (inner, outer, few))
     for total, chosen in (
         (c.n_routed_experts, c.num_experts_per_tok),
         (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
     ):
         local = total if local_experts is None else min(local_experts, total)
         yield "run_experts", ("gather_coded", (dim, chosen))
-        yield "run_experts", ("gated_coded", (local, dim, width, True))
+        yield "run_experts", ("gated_coded", (local, dim, width, True, False))
         yield "run_experts", ("down_coded", (local, width, dim))
-    yield "shared_expert", ("gated_coded", (1, dim, width, False))
+    for few in (False, True):
+        yield "shared_expert", ("gated_coded", (1, dim, width, False, few))
 
 
 def _padded(width: int) -> int:

@@ -57,11 +57,12 @@ class Kernels:
     # norms and rope
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [.., D], w [D], eps
     rope_table: Callable[[Tensor, Tensor], Tensor]  # positions [R], frequencies [P] -> [R, 2, 2P]
-    apply_rope: Callable[..., Tensor]  # x [R, (H,) D], table, inverse=False
+    apply_rope: Callable[..., Tensor]  # x [R, (H,) D], table, inverse=False, in_place=False: x may be overwritten
     # residual streams
     mhc_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]  # X, fn, base, scale -> pre, post, C
     mhc_collapse: Callable[[Tensor, Tensor], Tensor]  # X [R, S, D], pre [R, S] -> [R, D]
     mhc_expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # X, y, post, C -> X'
+    mhc_next: Callable[..., tuple[Tensor, Tensor]]  # X, y, post, C, pre, w [D], eps -> X', rms_norm(collapse(X'))
     # caches
     write_window: Callable[[Tensor, Tensor, Tensor], None]  # cache, rows [R], keys [R, hd]: rounds and stores
     write_entries: Callable[[Tensor, Tensor, Tensor], None]

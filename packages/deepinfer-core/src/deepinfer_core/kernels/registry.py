@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,6 +26,7 @@ from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import OPS, SAMPLING_OPS, Capability, KernelProvider, Kernels, Unavailable
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.mhc import next_of
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_PARTS_OF_NEXT = ("mhc_expand", "mhc_collapse", "rms_norm")  # which `mhc_next` stands for
 
 ENTRY_POINT_GROUP = "deepinfer.kernels"
 _REFERENCE_NAMES = ("cpu", "reference")
@@ -131,6 +133,11 @@ def build_kernels(
             table[op] = getattr(REFERENCE, op)
             # On an accelerator torch picks products and reductions by the number of rows; what is exact has one result.
             sources.append(OpSource(op, "reference", why_not or "", choice.device == "cpu" or OPS[op].exact))
+    if table["mhc_next"] is REFERENCE.mhc_next:  # its parts may come from the provider
+        table["mhc_next"] = next_of(*(table[op] for op in _PARTS_OF_NEXT))
+        invariant = all(source.row_invariant for source in sources if source.op in _PARTS_OF_NEXT)
+        at = next(i for i, source in enumerate(sources) if source.op == "mhc_next")
+        sources[at] = replace(sources[at], row_invariant=invariant)
     # The reference is exact for any number of rows but pads to its tiles in every call; native code needs no tiles.
     only_native = all(source.provider == NativeProvider.name for source in sources if source.op not in SAMPLING_OPS)
     return Kernels(**table, row_multiple=1 if only_native else REFERENCE.row_multiple), sources

@@ -48,16 +48,18 @@ def write_global_entries(
     if params.compressor_proj is None or params.compressor_norm is None or params.index_key_norm is None:
         return
     ratio, eps = config.compress_ratios[layer], config.rms_norm_eps
-    projected = kernels.linear(x.to(params.compressor_proj.dtype), params.compressor_proj)
-    if ratio > 1:
+    if ratio > 1:  # pooling runs in float32 (model.md 2.1), on sums that are not rounded, as the head's are not
+        projected = kernels.head_logits(x, params.compressor_proj)
         projected = _pool(projected, layer, batch, state, kernels).to(x.dtype)
+    else:
+        projected = kernels.linear(x, params.compressor_proj)
     latent = kernels.rms_norm(projected, params.compressor_norm, eps)
     rows, rope = batch.entry_rows[ratio], batch.entry_rope[ratio]
     key_proj = params.index_key_proj
     if key_proj is not None:
         key = kernels.rms_norm(kernels.linear(latent, key_proj), params.index_key_norm, eps)
-        kernels.write_index_keys(state.index_keys[layer], rows, kernels.apply_rope(key, rope))
-    kernels.write_entries(state.entries[layer], rows, kernels.apply_rope(latent, rope))
+        kernels.write_index_keys(state.index_keys[layer], rows, kernels.apply_rope(key, rope, in_place=True))
+    kernels.write_entries(state.entries[layer], rows, kernels.apply_rope(latent, rope, in_place=True))
     share = batch.entry_share.get(ratio)
     if share is not None:
         share.run((state.entries[layer], state.index_keys[layer]), f"entries of layer {layer}")
@@ -94,8 +96,8 @@ def attention(
     query_latent = kernels.rms_norm(parts[0], params.q_norm, eps)
     q = kernels.linear(query_latent, params.query_proj).unflatten(1, (heads, -1))
     key = kernels.rms_norm(parts[1], params.kv_norm, eps)
-    q = kernels.apply_rope(q, rope)
-    kernels.write_window(state.window[layer], rows.scratch, kernels.apply_rope(key, rope))
+    q = kernels.apply_rope(q, rope, in_place=True)
+    kernels.write_window(state.window[layer], rows.scratch, kernels.apply_rope(key, rope, in_place=True))
     if rows.window_share is not None:
         rows.window_share.run((state.window[layer],), f"window keys of layer {layer}")
     entry_cache = entry_plan = None
@@ -110,8 +112,8 @@ def attention(
 
 
 def project_output(out: Tensor, rope: Tensor, params: AttentionParams, kernels: Kernels) -> Tensor:
-    """out [P, H, hd] -> inverse rope -> wo_a by group of heads -> wo_b -> [P, D]."""
-    turned = kernels.apply_rope(out, rope, inverse=True)
+    """out [P, H, hd], which may be overwritten -> inverse rope -> wo_a by group of heads -> wo_b -> [P, D]."""
+    turned = kernels.apply_rope(out, rope, inverse=True, in_place=True)
     groups = params.wo_a.shape[0]
     low = kernels.grouped_linear(turned.reshape(turned.shape[0], groups, -1), params.wo_a)
     return kernels.linear(low.flatten(1), params.wo_b)
@@ -147,7 +149,7 @@ def _publish(
             per_block = state.layout.entries_per_block(ratio)
             selections.index_plan[ratio] = kernels.plan_index(rows.blocks, per_block, visible)
         iq = kernels.linear(query_latent, params.index_query_proj).unflatten(1, (config.index_n_heads, -1))
-        iq = kernels.round_index(kernels.apply_rope(iq, rows.long_rope))
+        iq = kernels.round_index(kernels.apply_rope(iq, rows.long_rope, in_place=True))
         weights = head_weights * (config.index_head_dim * config.index_n_heads) ** -0.5
         candidates = selections.candidates if config.uses_candidates(layer) else None
         block = config.candidate_block_size

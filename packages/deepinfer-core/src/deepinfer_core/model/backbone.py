@@ -8,7 +8,6 @@ logits [N, V] = head(norm(collapse(X))) of the sample rows; DSpark features = st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,13 +19,12 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.attention import Selections, attention, write_global_entries
 from deepinfer_core.model.batch import Batch, RowSet
 from deepinfer_core.model.moe import moe
-from deepinfer_core.model.params import EngramParams, HyperParams, LayerParams, ModelParams
+from deepinfer_core.model.params import EngramParams, LayerParams, ModelParams
+from deepinfer_core.model.residual import Residual, run_sublayers
 from deepinfer_core.parallel.experts import ExpertExchange, LocalExperts, RowOrigin
 from deepinfer_core.parallel.owned import EngramSource, LocalEngram, OwnedRange
 
-__all__ = ["Backbone", "ForwardOutput", "GivenEmbeddings", "LayerTrace", "run_sublayers"]
-
-type _Sublayer = Callable[[Tensor], Tensor]  # normalized input [P, D] -> output [P, D]
+__all__ = ["Backbone", "ForwardOutput", "GivenEmbeddings", "LayerTrace"]
 
 
 @dataclass
@@ -95,35 +93,36 @@ class Backbone:
         embedded = self.vocabulary.lookup(self.params.embed, batch.tokens)
         if given is not None:
             embedded = given.put_into(embedded, batch)
-        streams = embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
-        pre = _first_pre_mix(streams)
+        residual = Residual.of_embeddings(embedded, config.hc_mult)
         rows, selections = batch.encoder, Selections()
         features: list[Tensor] = []
         counts: list[int] = []
         for index, layer in enumerate(self.params.layers):
             if layer.engram is not None:
-                streams = self._engram(streams, index, layer.engram, batch)
+                residual = Residual(self._engram(residual.streams, index, layer.engram, batch), residual.pre)
             if index in config.dspark_target_layer_ids:
-                mean = streams.float().mean(1).to(streams.dtype)
+                mean = kernels.mhc_collapse(residual.streams, torch.full_like(residual.pre, 1 / config.hc_mult))
                 features.append(_to_decoder_rows(mean, batch) if rows is batch.encoder else mean)
+            x = residual.input(layer.attn_norm, config.rms_norm_eps, kernels)
+            residual = Residual(residual.streams, residual.pre, x)
             if layer.attn.compressor_proj is not None:
-                x = kernels.rms_norm(kernels.mhc_collapse(streams, pre), layer.attn_norm, config.rms_norm_eps)
                 write_global_entries(x, index, layer.attn, batch, state, config, kernels)
             if index == config.decoder_start:
                 if batch.decoder is None:
                     counts += [0] * (config.num_hidden_layers - index)
                     break
-                streams, pre = _to_decoder_rows(streams, batch), _to_decoder_rows(pre, batch)
+                if batch.decoder_rows is not None:
+                    kept = (_to_decoder_rows(part, batch) for part in (residual.streams, residual.pre))
+                    residual = Residual(*kept)  # x is made again: that costs less than moving it between ranks
                 rows, selections = batch.decoder, Selections()
-            streams, pre = self._layer(streams, pre, index, layer, rows, batch, state, selections, trace)
+            residual = self._layer(residual, index, layer, rows, batch, state, selections, trace)
             counts.append(rows.num_rows)
         self._commit_history(batch, state)
-        return self._output(streams, pre, batch, features, tuple(counts))
+        return self._output(residual, batch, features, tuple(counts))
 
     def _layer(
         self,
-        streams: Tensor,
-        pre: Tensor,
+        residual: Residual,
         index: int,
         layer: LayerParams,
         rows: RowSet,
@@ -131,7 +130,7 @@ class Backbone:
         state: ModelState,
         selections: Selections,
         trace: LayerTrace | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Residual:
         def attend(x: Tensor) -> Tensor:
             return attention(x, index, layer.attn, rows, batch, state, selections, self.config, self.kernels)
 
@@ -143,13 +142,21 @@ class Backbone:
                 x, rows.num_rows, rows.is_image, layer.ffn, self.exchange, index, origin, self.config, self.kernels
             )
 
-        streams, pre = run_sublayers(streams, pre, layer, attend, experts, self.config, self.kernels)
+        following = self._norm_after(index)
+        residual = run_sublayers(residual, layer, following, attend, experts, self.config, self.kernels)
         if trace is not None:
-            trace.streams[index] = streams[: rows.num_rows]
+            trace.streams[index] = residual.streams[: rows.num_rows]
             if index in selections.chosen:
                 trace.selections[index] = selections.chosen[index][: rows.num_rows]
             trace.candidates = selections.candidates
-        return streams, pre
+        return residual
+
+    def _norm_after(self, index: int) -> Tensor | None:
+        """Weight of the norm that the streams of layer `index` go through next; None where an Engram changes them."""
+        if index + 1 == self.config.num_hidden_layers:
+            return self.params.norm
+        after = self.params.layers[index + 1]
+        return after.attn_norm if after.engram is None else None
 
     def _engram_rows(self, batch: Batch, trace: LayerTrace | None) -> dict[int, Tensor]:
         """Table rows of every Engram layer. They follow from the tokens: they can be fetched before the first layer."""
@@ -188,14 +195,14 @@ class Backbone:
         state.history.index_copy_(0, commit.destination, state.history.index_select(0, commit.source))
 
     def _output(
-        self, streams: Tensor, pre: Tensor, batch: Batch, features: list[Tensor], counts: tuple[int, ...]
+        self, residual: Residual, batch: Batch, features: list[Tensor], counts: tuple[int, ...]
     ) -> ForwardOutput:
         if batch.decoder is None:
             return ForwardOutput(None, None, counts)
         logits = None
         if len(batch.sample_rows.take):
-            hidden = batch.sample_rows.of(self.kernels.mhc_collapse(streams, pre), "sampled rows")
-            logits = self.head(self.kernels.rms_norm(hidden, self.params.norm, self.config.rms_norm_eps))
+            normalized = residual.input(self.params.norm, self.config.rms_norm_eps, self.kernels)
+            logits = self.head(batch.sample_rows.of(normalized, "sampled rows"))
         joined = torch.cat(features, -1) if features else None
         return ForwardOutput(logits, joined, counts)
 
@@ -208,45 +215,6 @@ class Backbone:
             x[: rows.num_rows], layer.ffn.gate, layer.ffn.bias, layer.ffn.num_chosen, self.config.routed_scaling_factor
         )
         trace.expert_ids[index], trace.expert_weights[index] = ids, weights
-
-
-def run_sublayers(
-    streams: Tensor,
-    pre: Tensor,
-    layer: LayerParams,
-    attend: _Sublayer,
-    experts: _Sublayer,
-    config: ModelConfig,
-    kernels: Kernels,
-) -> tuple[Tensor, Tensor]:
-    """Both sublayers of a layer or draft stage with their mHC mixes; each sublayer's input uses the mix of the one
-    before.
-
-    streams [P, S, D], pre [P, S] -> streams and the MoE's pre-mix for the next layer.
-    """
-    for hyper, norm, sublayer in ((layer.hc_attn, layer.attn_norm, attend), (layer.hc_ffn, layer.ffn_norm, experts)):
-        x = kernels.rms_norm(kernels.mhc_collapse(streams, pre), norm, config.rms_norm_eps)
-        pre, post, mix = _mixes(streams, hyper, config, kernels)
-        streams = kernels.mhc_expand(streams, sublayer(x), post, mix)
-    return streams, pre
-
-
-def _mixes(streams: Tensor, hyper: HyperParams, config: ModelConfig, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.mhc_mix(
-        streams,
-        hyper.fn,
-        hyper.base,
-        hyper.scale,
-        iterations=config.hc_sinkhorn_iters,
-        norm_eps=config.rms_norm_eps,
-        eps=config.hc_eps,
-    )
-
-
-def _first_pre_mix(streams: Tensor) -> Tensor:
-    pre = torch.zeros(streams.shape[0], streams.shape[1], device=streams.device)
-    pre[:, 0] = 1.0
-    return pre
 
 
 def _to_decoder_rows(x: Tensor, batch: Batch) -> Tensor:

@@ -18,10 +18,11 @@ from deepinfer_core.cache.state import ModelState
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.attention import project_output
-from deepinfer_core.model.backbone import Backbone, run_sublayers
+from deepinfer_core.model.backbone import Backbone
 from deepinfer_core.model.batch import Batch
 from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import AttentionParams, DraftParams
+from deepinfer_core.model.residual import Residual, run_sublayers
 from deepinfer_core.parallel.experts import RowOrigin
 
 __all__ = ["DraftBlock", "DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
@@ -120,12 +121,11 @@ class Drafter:
         tokens[:, 0] = anchor
         block_position = anchor_position[:, None] + torch.arange(n, device=anchor.device)  # [S, n]
         embedded = backbone.vocabulary.lookup(backbone.params.embed, tokens.flatten())
-        streams = self._pad(embedded)[:, None].expand(-1, config.hc_mult, -1).contiguous()  # [P, S', D]
-        pre = torch.zeros(streams.shape[0], config.hc_mult, device=anchor.device)
-        pre[:, 0] = 1.0
+        residual = Residual.of_embeddings(self._pad(embedded), config.hc_mult)
+        num_rows = residual.streams.shape[0]
         rope = kernels.rope_table(self._pad(block_position.flatten()), backbone.params.frequencies)
-        scratch = state.layout.draft_window.scratch_start + torch.arange(streams.shape[0], device=anchor.device)
-        plan = kernels.plan_keys(self._key_rows(anchor_position, slot, visible_from, state, streams.shape[0]))
+        scratch = state.layout.draft_window.scratch_start + torch.arange(num_rows, device=anchor.device)
+        plan = kernels.plan_keys(self._key_rows(anchor_position, slot, visible_from, state, num_rows))
         origin = RowOrigin(slot.repeat_interleave(n), block_position.flatten())
         for number, stage in enumerate(self.params.stages):
             cache = state.draft_window[number]
@@ -137,10 +137,11 @@ class Drafter:
                 weights, layer = self.params.stages[number].ffn, config.num_hidden_layers + number
                 return moe(x, segments * n, None, weights, backbone.exchange, layer, origin, config, kernels)
 
-            streams, pre = run_sublayers(streams, pre, stage, attend, experts, config, kernels)
+            following = None if stage is self.params.stages[-1] else self.params.stages[number + 1].attn_norm
+            residual = run_sublayers(residual, stage, following, attend, experts, config, kernels)
             if trace is not None:
-                trace.streams.append(streams[: segments * n])
-        hidden = kernels.mhc_collapse(streams, pre)
+                trace.streams.append(residual.streams[: segments * n])
+        hidden = kernels.mhc_collapse(residual.streams, residual.pre)
         normalized = kernels.rms_norm(hidden, self.params.norm, config.rms_norm_eps)
         hidden = hidden[: segments * n].view(segments, n, -1)
         wanted = n if num_steps is None else num_steps
@@ -180,9 +181,10 @@ class Drafter:
         parts = kernels.linear(x, params.input_proj).split(params.input_widths, 1)
         latent = kernels.rms_norm(parts[0], params.q_norm, eps)
         q = kernels.linear(latent, params.query_proj).unflatten(1, (self.config.num_attention_heads, -1))
-        key = kernels.apply_rope(kernels.rms_norm(parts[1], params.kv_norm, eps), rope)
+        key = kernels.apply_rope(kernels.rms_norm(parts[1], params.kv_norm, eps), rope, in_place=True)
         kernels.write_window(cache, scratch, key)
-        out = kernels.attend(kernels.apply_rope(q, rope), cache, plan, None, None, params.sink)
+        q = kernels.apply_rope(q, rope, in_place=True)
+        out = kernels.attend(q, cache, plan, None, None, params.sink)
         return project_output(out, rope, params, kernels)
 
     def _context_key(self, main_x: Tensor, params: AttentionParams, rope: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class Drafter:
         start = params.input_widths[0]
         wkv = params.input_proj[:, start : start + params.input_widths[1]].contiguous()
         key = self.kernels.rms_norm(self.kernels.linear(main_x, wkv), params.kv_norm, self.config.rms_norm_eps)
-        return self.kernels.apply_rope(key, rope)
+        return self.kernels.apply_rope(key, rope, in_place=True)
 
     def _key_rows(
         self, anchor_position: Tensor, slot: Tensor, visible_from: Tensor, state: ModelState, padded: int

@@ -67,7 +67,7 @@ class AttentionParams:
 class MoeParams:
     """Router, routed experts held here, shared expert; gate and up projections side by side."""
 
-    gate: Tensor  # [D, E] float32
+    gate: Tensor  # [D, E] in the dtype of the activations, as released; route's product has float32 sums
     bias: Tensor  # [E]
     bias_vl: Tensor  # [E]
     w13: Weight  # [E_local, D, 2 I]
@@ -189,8 +189,6 @@ def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
     if w.compressor is not None:
         members = [w.compressor.wkv] + ([] if w.compressor.wgate is None else [w.compressor.wgate])
         compressor = _kn(torch.cat(members))
-        if w.compressor.wgate is not None:
-            compressor = compressor.float()  # pooling runs in float32 (model.md 2.1)
     return AttentionParams(
         input_proj=_kn(torch.cat(parts)),
         input_widths=tuple(part.shape[0] for part in parts),
@@ -210,7 +208,7 @@ def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
 
 def _moe(w: MoeWeights, num_chosen: int, coded: bool) -> MoeParams:
     return MoeParams(
-        gate=_kn(w.gate.float()),
+        gate=_kn(w.gate),
         bias=w.bias,
         bias_vl=w.bias_vl,
         w13=_product(torch.cat([w.w1, w.w3], 1), coded),

@@ -18,7 +18,7 @@ from deepinfer_kernels_nvidia.ops.indexer import index_scores, plan_index
 from deepinfer_kernels_nvidia.ops.linear import grouped_linear, head_logits, linear
 from deepinfer_kernels_nvidia.ops.logprobs import token_logprobs
 from deepinfer_kernels_nvidia.ops.mhc_mix import mhc_mix
-from deepinfer_kernels_nvidia.ops.mhc_streams import mhc_collapse, mhc_expand
+from deepinfer_kernels_nvidia.ops.mhc_streams import mhc_collapse, mhc_expand, mhc_next
 from deepinfer_kernels_nvidia.ops.pool_pairs import pool_pairs
 from deepinfer_kernels_nvidia.ops.rms_norm import rms_norm
 from deepinfer_kernels_nvidia.ops.rope import apply_rope, rope_table
@@ -38,6 +38,7 @@ TABLE: Mapping[str, Callable[..., Any]] = {
     "mhc_mix": mhc_mix,
     "mhc_collapse": mhc_collapse,
     "mhc_expand": mhc_expand,
+    "mhc_next": mhc_next,
     "write_window": write_window,
     "write_entries": write_entries,
     "write_index_keys": write_index_keys,

@@ -7,8 +7,9 @@
     product   tiles of 128 values of K stream through shared memory into float32 registers; scales act at the end
 
 One scale a row is as fine as one a group of 32: e4m3 covers 17 binades, and what lies below them adds nothing to a sum.
-Tensor cores take e4m3 twice as fast as bf16 and with half the bytes. The tiling is a function of K and N alone, so rows
-are invariant. The expert MLP is the same with one weight an expert; `experts` describes its slots and tiles.
+Tensor cores take e4m3 twice as fast as bf16 and with half the bytes. Tiles are chosen as in `linear` (`tiling`): all
+walk K in one order, so rows are invariant. The expert MLP is the same with one weight an expert; `experts` describes
+its slots and tiles.
 """
 
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.coded import CodedWeight
 from deepinfer_kernels_nvidia.jit import T, aligned, program
+from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS, few_columns, tile_columns
 
 __all__ = ["linear_coded", "run_experts_coded", "shared_expert_coded"]
 
 _ROWS, _INNER, _STAGES, _THREADS = 128, 128, 3, 256
+_FEW_STAGES = 8  # of tiles for few rows: 16 kB each
 _TILE = 128  # slots of one expert
 _GATED_COLUMNS, _DOWN_COLUMNS = 128, 256
 _CHUNK = 16  # codes that one thread moves
@@ -84,10 +87,11 @@ def code_rows_program(dim: int):
 
 
 @program
-def matmul_coded_program(k: int, n: int):
-    """x [rows, k], w [n, k] in e4m3 -> out [rows, n] bf16."""
+def matmul_coded_program(k: int, n: int, few: bool):
+    """x [rows, k], w [n, k] in e4m3 -> out [rows, n] bf16. `few`: tiles for few rows."""
     rows = T.dynamic("rows")
-    columns = 256 if n >= 4096 else 128
+    columns = few_columns(1, n) if few else tile_columns(1, n)
+    tile_rows, stages, threads = (64, _FEW_STAGES, 128) if few else (_ROWS, _STAGES, _THREADS)
 
     @T.prim_func
     def matmul_coded(
@@ -97,26 +101,26 @@ def matmul_coded_program(k: int, n: int):
         w_scale: T.Tensor((n,), "float32"),
         out: T.Tensor((rows, n), "bfloat16"),
     ):
-        with T.Kernel(T.ceildiv(rows, _ROWS), T.ceildiv(n, columns), threads=_THREADS) as (bm, bn):
-            x_tile = T.alloc_shared((_ROWS, _INNER), "float8_e4m3fn")
+        with T.Kernel(T.ceildiv(rows, tile_rows), T.ceildiv(n, columns), threads=threads) as (bm, bn):
+            x_tile = T.alloc_shared((tile_rows, _INNER), "float8_e4m3fn")
             w_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
-            row_scale = T.alloc_shared((_ROWS,), "float32")
+            row_scale = T.alloc_shared((tile_rows,), "float32")
             column_scale = T.alloc_shared((columns,), "float32")
-            out_tile = T.alloc_shared((_ROWS, columns), "bfloat16")
-            total = T.alloc_fragment((_ROWS, columns), "float32")
+            out_tile = T.alloc_shared((tile_rows, columns), "bfloat16")
+            total = T.alloc_fragment((tile_rows, columns), "float32")
             T.clear(total)
-            for r in T.Parallel(_ROWS):
-                row_scale[r] = x_scale[T.min(bm * _ROWS + r, rows - 1)]
+            for r in T.Parallel(tile_rows):
+                row_scale[r] = x_scale[T.min(bm * tile_rows + r, rows - 1)]
             for c in T.Parallel(columns):
                 column_scale[c] = w_scale[T.min(bn * columns + c, n - 1)]
-            for i in T.Pipelined(T.ceildiv(k, _INNER), num_stages=_STAGES):
-                T.copy(x[bm * _ROWS : (bm + 1) * _ROWS, i * _INNER : (i + 1) * _INNER], x_tile)
+            for i in T.Pipelined(T.ceildiv(k, _INNER), num_stages=stages):
+                T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, i * _INNER : (i + 1) * _INNER], x_tile)
                 T.copy(w[bn * columns : (bn + 1) * columns, i * _INNER : (i + 1) * _INNER], w_tile)
                 T.gemm(x_tile, w_tile, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for r, c in T.Parallel(_ROWS, columns):
+            for r, c in T.Parallel(tile_rows, columns):
                 total[r, c] = total[r, c] * row_scale[r] * column_scale[c]
             T.copy(total, out_tile)
-            T.copy(out_tile, out[bm * _ROWS : (bm + 1) * _ROWS, bn * columns : (bn + 1) * columns])
+            T.copy(out_tile, out[bm * tile_rows : (bm + 1) * tile_rows, bn * columns : (bn + 1) * columns])
 
     return matmul_coded
 
@@ -152,10 +156,14 @@ def gather_coded_program(dim: int, choices: int):
 
 
 @program
-def gated_coded_program(experts: int, k: int, width: int, routed: bool):
-    """x [rows, k] in tiles, w13 [experts, 2 width, k] -> act [rows, width] bf16; pairs' weights only where `routed`."""
+def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: bool):
+    """x [rows, k] in tiles, w13 [experts, 2 width, k] -> act [rows, width] bf16; pairs' weights only where `routed`.
+    `few`: tiles for few rows, not routed.
+    """
     rows, tiles, pairs = T.dynamic("rows"), T.dynamic("tiles"), T.dynamic("pairs")
-    columns = _GATED_COLUMNS
+    tile_rows, columns, stages, threads = (
+        (64, 32, _FEW_STAGES, 128) if few else (_TILE, _GATED_COLUMNS, _STAGES, _THREADS)
+    )
 
     @T.prim_func
     def gated_coded(
@@ -169,44 +177,44 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool):
         act: T.Tensor((rows, width), "bfloat16"),
         limit: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows, _TILE), T.ceildiv(width, columns), threads=_THREADS) as (bm, bn):
-            x_tile = T.alloc_shared((_TILE, _INNER), "float8_e4m3fn")
+        with T.Kernel(T.ceildiv(rows, tile_rows), T.ceildiv(width, columns), threads=threads) as (bm, bn):
+            x_tile = T.alloc_shared((tile_rows, _INNER), "float8_e4m3fn")
             gate_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
             up_tile = T.alloc_shared((columns, _INNER), "float8_e4m3fn")
-            row_scale = T.alloc_shared((_TILE,), "float32")
-            row_weight = T.alloc_shared((_TILE,), "float32")
+            row_scale = T.alloc_shared((tile_rows,), "float32")
+            row_weight = T.alloc_shared((tile_rows,), "float32")
             gate_scale = T.alloc_shared((columns,), "float32")
             up_scale = T.alloc_shared((columns,), "float32")
-            act_tile = T.alloc_shared((_TILE, columns), "bfloat16")
-            gate = T.alloc_fragment((_TILE, columns), "float32")
-            up = T.alloc_fragment((_TILE, columns), "float32")
+            act_tile = T.alloc_shared((tile_rows, columns), "bfloat16")
+            gate = T.alloc_fragment((tile_rows, columns), "float32")
+            up = T.alloc_fragment((tile_rows, columns), "float32")
             expert = tile_expert[bm] if routed else 0
             T.clear(gate)
             T.clear(up)
-            for r in T.Parallel(_TILE):
-                row_scale[r] = x_scale[T.min(bm * _TILE + r, rows - 1)]
+            for r in T.Parallel(tile_rows):
+                row_scale[r] = x_scale[T.min(bm * tile_rows + r, rows - 1)]
                 if routed:
                     row_weight[r] = T.if_then_else(
-                        slot_pair[bm * _TILE + r] >= 0, weights[T.max(slot_pair[bm * _TILE + r], 0)], 0.0
+                        slot_pair[bm * tile_rows + r] >= 0, weights[T.max(slot_pair[bm * tile_rows + r], 0)], 0.0
                     )
                 else:
                     row_weight[r] = 1.0
             for c in T.Parallel(columns):
                 gate_scale[c] = w_scale[T.max(expert, 0), T.min(bn * columns + c, width - 1)]
                 up_scale[c] = w_scale[T.max(expert, 0), width + T.min(bn * columns + c, width - 1)]
-            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=_STAGES):
+            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=stages):
                 inner = i * _INNER
-                T.copy(x[bm * _TILE : (bm + 1) * _TILE, inner : inner + _INNER], x_tile)
+                T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, inner : inner + _INNER], x_tile)
                 T.copy(w13[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], gate_tile)
                 T.copy(w13[expert, width + bn * columns : width + (bn + 1) * columns, inner : inner + _INNER], up_tile)
                 T.gemm(x_tile, gate_tile, gate, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(x_tile, up_tile, up, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for r, c in T.Parallel(_TILE, columns):
+            for r, c in T.Parallel(tile_rows, columns):
                 gate[r, c] = T.min(gate[r, c] * row_scale[r] * gate_scale[c], limit)
                 up[r, c] = T.min(T.max(up[r, c] * row_scale[r] * up_scale[c], -limit), limit)
                 gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c] * row_weight[r]
             T.copy(gate, act_tile)
-            T.copy(act_tile, act[bm * _TILE : (bm + 1) * _TILE, bn * columns : (bn + 1) * columns])
+            T.copy(act_tile, act[bm * tile_rows : (bm + 1) * tile_rows, bn * columns : (bn + 1) * columns])
 
     return gated_coded
 
@@ -274,7 +282,8 @@ def linear_coded(x: Tensor, weight: CodedWeight) -> Tensor:
     out = torch.empty(x.shape[0], weight.codes.shape[0], dtype=x.dtype, device=x.device)
     if out.numel():
         codes, scale = _code_rows(x)
-        matmul_coded_program(x.shape[1], weight.codes.shape[0])(codes, scale, weight.codes, weight.scale, out)
+        launch = matmul_coded_program(x.shape[1], weight.codes.shape[0], len(x) <= FEW_ROWS)
+        launch(codes, scale, weight.codes, weight.scale, out)
     return out
 
 
@@ -291,7 +300,7 @@ def run_experts_coded(
         scale = torch.empty(slots, dtype=torch.float32, device=x.device)
         gather_coded_program(dim, choices)(row_codes.view(torch.uint8), row_scale, slot_pair, codes, scale)
         act = torch.empty(slots, width, dtype=x.dtype, device=x.device)
-        launch = gated_coded_program(experts, dim, width, True)
+        launch = gated_coded_program(experts, dim, width, True, False)
         slot_codes, pair_weights = codes.view(torch.float8_e4m3fn), weights.float().flatten()
         launch(slot_codes, scale, w13.codes, w13.scale, slot_pair, tile_expert, pair_weights, act, limit)
         act_codes, act_scale = _code_rows(act)
@@ -307,7 +316,7 @@ def shared_expert_coded(x: Tensor, w13: CodedWeight, w2: CodedWeight, limit: flo
     if rows:
         codes, scale = _code_rows(x)
         nothing = torch.empty(rows, dtype=torch.int32, device=x.device)  # not read: the rows are not routed
-        launch = gated_coded_program(1, x.shape[1], width, False)
+        launch = gated_coded_program(1, x.shape[1], width, False, rows <= FEW_ROWS)
         launch(
             codes, scale, w13.codes[None], w13.scale[None], nothing, nothing, nothing.view(torch.float32), act, limit
         )

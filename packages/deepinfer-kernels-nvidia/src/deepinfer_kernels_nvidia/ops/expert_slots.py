@@ -2,13 +2,14 @@
 # pyright: basic, reportInvalidTypeForm=false
 """Pairs (row, choice) sorted by expert into tiles of 128 slots, one expert a tile: a counting sort in three passes.
 
-    rank   of each pair: how many pairs before it have its expert
-    tiles  count of each expert = its largest rank + 1; its first tile = sum of ceil(count / 128) of those before
-    place  slot = 128 first_tile[expert] + rank; slots without a pair stay -1
+    pairs  | part 0: 256 | part 1: 256 | ..
+    rank   of each pair: how many before it in its part have its expert;    count [parts, experts]
+    before of each part: how many pairs of an expert stand in the parts before it; first tile of an expert = sum of
+           ceil(count / 128) of the experts before it
+    place  slot = 128 first_tile[expert] + before[part, expert] + rank; slots without a pair stay -1
 
-Every pair is compared with every other, from shared memory: for the few thousand of a step that is less work than the
-passes of a radix sort, and the order within an expert is that of the pairs. No pass waits for the host: the number of
-tiles is bounded by shapes alone.
+Within a part every pair is compared with every other, from shared memory; the order within an expert is that of the
+pairs. No pass waits for the host: the number of tiles is bounded by shapes alone.
 """
 
 import torch
@@ -18,94 +19,108 @@ from deepinfer_kernels_nvidia.jit import T, program
 
 __all__ = ["plan_slots"]
 
-_THREADS, _PART = 256, 1024  # threads, and pairs that a block holds at a time
-_COUNTERS = 512
+_PART = 256  # pairs of a part: a thread each
+_COUNTERS, _LOADS = 512, 8
 
 
 @program
-def rank_pairs_program():
-    """ids [pairs] -> rank [pairs]."""
-    pairs = T.dynamic("pairs")
+def rank_pairs_program(experts: int):
+    """ids [pairs] -> rank [pairs], count [parts, experts]."""
+    pairs, parts = T.dynamic("pairs"), T.dynamic("parts")
+    turns = -(-experts // _PART)
 
     @T.prim_func
-    def rank_pairs(ids: T.Tensor((pairs,), "int32"), rank: T.Tensor((pairs,), "int32")):
-        with T.Kernel(T.ceildiv(pairs, _THREADS), threads=_THREADS) as block:
+    def rank_pairs(
+        ids: T.Tensor((pairs,), "int32"),
+        rank: T.Tensor((pairs,), "int32"),
+        count: T.Tensor((parts, experts), "int32"),
+    ):
+        with T.Kernel(T.ceildiv(pairs, _PART), threads=_PART) as part:
             thread = T.get_thread_binding()
-            part = T.alloc_shared((_PART,), "int32")
-            own = T.alloc_var("int32")
+            held = T.alloc_shared((_PART,), "int32")
+            counted = T.alloc_shared((turns * _PART,), "int32")
             before = T.alloc_var("int32")
-            pair = block * _THREADS + thread
-            own = ids[T.min(pair, pairs - 1)]
+            pair = part * _PART + thread
+            held[thread] = T.if_then_else(pair < pairs, ids[T.min(pair, pairs - 1)], -1)
+            for i in T.unroll(turns):
+                counted[i * _PART + thread] = 0
+            T.sync_threads()
             before = 0
-            for step in T.serial(T.ceildiv(T.min((block + 1) * _THREADS, pairs), _PART)):
-                T.sync_threads()
-                for i in T.unroll(_PART // _THREADS):
-                    part[i * _THREADS + thread] = ids[T.min(step * _PART + i * _THREADS + thread, pairs - 1)]
-                T.sync_threads()
-                for i in T.serial(T.min(_PART, pair - step * _PART)):
-                    if part[i] == own:
-                        before += 1
+            for i in T.serial(_PART):
+                before += T.if_then_else((held[i] == held[thread]) & (i < thread), 1, 0)
             if pair < pairs:
                 rank[pair] = before
+                # The last pair of an expert has the largest rank, whatever the order in which they come.
+                T.atomic_max(counted[held[thread]], before + 1)
+            T.sync_threads()
+            for i in T.unroll(turns):
+                if i * _PART + thread < experts:
+                    count[part, i * _PART + thread] = counted[i * _PART + thread]
 
     return rank_pairs
 
 
 @program
 def first_tiles_program(experts: int, tile: int):
-    """ids, rank [pairs] -> first_tile [experts + 1], the last entry the number of tiles in use."""
-    pairs = T.dynamic("pairs")
+    """count [parts, experts] -> before [parts, experts] in its place; first_tile [experts + 1], the last entry the
+    number of tiles in use.
+    """
+    parts = T.dynamic("parts")
     turns = experts // _COUNTERS + 1  # experts + 1 numbers
 
     @T.prim_func
-    def first_tiles(
-        ids: T.Tensor((pairs,), "int32"),
-        rank: T.Tensor((pairs,), "int32"),
-        first_tile: T.Tensor((experts + 1,), "int32"),
-    ):
+    def first_tiles(count: T.Tensor((parts, experts), "int32"), first_tile: T.Tensor((experts + 1,), "int32")):
         with T.Kernel(1, threads=_COUNTERS) as _:
             thread = T.get_thread_binding()
-            count = T.alloc_shared((turns * _COUNTERS,), "int32")
-            start = T.alloc_var("int32")
+            tiles = T.alloc_shared((turns * _COUNTERS,), "int32")
+            total = T.alloc_var("int32")
+            own = T.alloc_local((_LOADS,), "int32")
             for i in T.unroll(turns):
-                count[i * _COUNTERS + thread] = 0
-            T.sync_threads()
-            # The last pair of an expert has the largest rank, whatever the order in which they come.
-            for i in T.serial(T.ceildiv(pairs, _COUNTERS)):
-                if i * _COUNTERS + thread < pairs:
-                    T.atomic_max(count[ids[i * _COUNTERS + thread]], rank[i * _COUNTERS + thread] + 1)
+                total = 0
+                if i * _COUNTERS + thread < experts:
+                    for first in T.serial(T.ceildiv(parts, _LOADS)):
+                        for j in T.unroll(_LOADS):  # all under way before the first store
+                            own[j] = count[T.min(first * _LOADS + j, parts - 1), i * _COUNTERS + thread]
+                        for j in T.unroll(_LOADS):
+                            if first * _LOADS + j < parts:
+                                count[first * _LOADS + j, i * _COUNTERS + thread] = total
+                                total += own[j]
+                tiles[i * _COUNTERS + thread] = (total + tile - 1) // tile
             T.sync_threads()
             for i in T.unroll(turns):
                 if i * _COUNTERS + thread <= experts:
-                    start = 0
+                    total = 0
                     for e in T.serial(i * _COUNTERS + thread):
-                        start += (count[e] + tile - 1) // tile
-                    first_tile[i * _COUNTERS + thread] = start
+                        total += tiles[e]
+                    first_tile[i * _COUNTERS + thread] = total
 
     return first_tiles
 
 
 @program
 def place_pairs_program(experts: int, tile: int):
-    """ids, rank [pairs], first_tile [experts + 1] -> slot_pair [tiles * tile], -1 where empty; tile_expert [tiles]."""
-    pairs, tiles, slots = T.dynamic("pairs"), T.dynamic("tiles"), T.dynamic("slots")
+    """ids, rank [pairs], before [parts, experts], first_tile [experts + 1] -> slot_pair [tiles * tile], -1 where empty;
+    tile_expert [tiles].
+    """
+    pairs, parts, tiles, slots = T.dynamic("pairs"), T.dynamic("parts"), T.dynamic("tiles"), T.dynamic("slots")
 
     @T.prim_func
     def place_pairs(
         ids: T.Tensor((pairs,), "int32"),
         rank: T.Tensor((pairs,), "int32"),
+        before: T.Tensor((parts, experts), "int32"),
         first_tile: T.Tensor((experts + 1,), "int32"),
         slot_pair: T.Tensor((slots,), "int32"),
         tile_expert: T.Tensor((tiles,), "int32"),
     ):
-        with T.Kernel(T.ceildiv(pairs, _THREADS) + T.ceildiv(tiles, _THREADS), threads=_THREADS) as block:
+        with T.Kernel(T.ceildiv(pairs, _PART) + T.ceildiv(tiles, _PART), threads=_PART) as block:
             thread = T.get_thread_binding()
             owner = T.alloc_var("int32")
-            pair = block * _THREADS + thread
-            number = (block - T.ceildiv(pairs, _THREADS)) * _THREADS + thread
-            if block < T.ceildiv(pairs, _THREADS):
+            pair = block * _PART + thread
+            number = (block - T.ceildiv(pairs, _PART)) * _PART + thread
+            if block < T.ceildiv(pairs, _PART):
                 if pair < pairs:
-                    slot_pair[first_tile[ids[pair]] * tile + rank[pair]] = pair
+                    slot_pair[first_tile[ids[pair]] * tile + before[block, ids[pair]] + rank[pair]] = pair
             else:
                 if number < tiles:
                     owner = 0
@@ -127,8 +142,9 @@ def plan_slots(ids: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Tensor
     if pairs:
         ids = ids.to(torch.int32)
         rank = torch.empty_like(ids)
+        count = torch.empty(-(-pairs // _PART), num_experts, dtype=torch.int32, device=device)
         first_tile = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-        rank_pairs_program()(ids, rank)
-        first_tiles_program(num_experts, tile)(ids, rank, first_tile)
-        place_pairs_program(num_experts, tile)(ids, rank, first_tile, slot_pair, tile_expert)
+        rank_pairs_program(num_experts)(ids, rank, count)
+        first_tiles_program(num_experts, tile)(count, first_tile)
+        place_pairs_program(num_experts, tile)(ids, rank, count, first_tile, slot_pair, tile_expert)
     return slot_pair, tile_expert

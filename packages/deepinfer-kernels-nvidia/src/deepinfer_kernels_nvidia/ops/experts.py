@@ -9,7 +9,7 @@
 The number of tiles is bounded by shapes alone, so the host never waits for a count; tiles without an expert return at
 once. Both products stream through shared memory as in `linear`, on SM100 into tensor memory: the gate and the up half
 of w13 share the x tile, and a pair's bits depend on its row only. The shared expert is the same gated product with one
-expert and no gather.
+expert and no gather, and with narrow tiles where there are few rows (`tiling`).
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,12 @@ from deepinfer_kernels_nvidia.ops.coded import run_experts_coded, shared_expert_
 from deepinfer_kernels_nvidia.ops.expert_slots import plan_slots
 from deepinfer_kernels_nvidia.ops.linear import linear
 from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, read_sums
+from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS
 
 __all__ = ["ExpertTiles", "combine_experts", "plan_experts", "run_experts", "shared_expert"]
 
 TILE = 128  # slots of one expert
-_COLUMNS, _INNER, _STAGES, _THREADS = 128, 64, 4, 256
+_COLUMNS, _DOWN_COLUMNS, _INNER, _STAGES, _THREADS = 128, 256, 64, 4, 256
 _CHUNK = 8  # values that one thread moves
 
 
@@ -71,10 +72,18 @@ def _streams(expert, tensor_memory: bool):
     return expert >= 0 if tensor_memory else True
 
 
+def _gated_tile(few: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns of each half and depth of a tile, how many are in flight, threads that multiply."""
+    return (64, 32, 128, 5, 128) if few else (TILE, _COLUMNS, _INNER, _STAGES, _THREADS)
+
+
 @program(tensor_memory=True)
-def gated_program(experts: int, k: int, width: int, routed: bool, *, tensor_memory: bool = False):
-    """x [rows, k] in tiles, w13 [experts, k, 2 width] -> act [rows, width]; weights of pairs only where `routed`."""
+def gated_program(experts: int, k: int, width: int, routed: bool, few: bool, *, tensor_memory: bool = False):
+    """x [rows, k] in tiles, w13 [experts, k, 2 width] -> act [rows, width]; weights of pairs only where `routed`, and
+    only then more than one expert. `few`: tiles for few rows, not routed.
+    """
     rows, tiles, pairs = T.dynamic("rows"), T.dynamic("tiles"), T.dynamic("pairs")
+    tile_rows, columns, depth, stages, threads = _gated_tile(few and not tensor_memory)
 
     @T.prim_func
     def gated(
@@ -86,50 +95,49 @@ def gated_program(experts: int, k: int, width: int, routed: bool, *, tensor_memo
         act: T.Tensor((rows, width), "bfloat16"),
         limit: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows, TILE), T.ceildiv(width, _COLUMNS), threads=_THREADS) as (bm, bn):
-            x_tile = T.alloc_shared((TILE, _INNER), "bfloat16")
-            gate_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
-            up_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
-            gate = T.alloc_fragment((TILE, _COLUMNS), "float32")
-            up = T.alloc_fragment((TILE, _COLUMNS), "float32")
+        with T.Kernel(T.ceildiv(rows, tile_rows), T.ceildiv(width, columns), threads=threads) as (bm, bn):
+            x_tile = T.alloc_shared((tile_rows, depth), "bfloat16")
+            gate_tile = T.alloc_shared((depth, columns), "bfloat16")
+            up_tile = T.alloc_shared((depth, columns), "bfloat16")
+            act_tile = T.alloc_shared((tile_rows, columns), "bfloat16")
+            row_weight = T.alloc_shared((tile_rows,), "float32")
+            gate = T.alloc_fragment((tile_rows, columns), "float32")
+            up = T.alloc_fragment((tile_rows, columns), "float32")
             expert = tile_expert[bm] if routed else 0
             T.clear(gate)
             T.clear(up)
-            gate_sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
-            up_sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
+            gate_sums = T.alloc_tmem((tile_rows, columns), "float32") if tensor_memory else None
+            up_sums = T.alloc_tmem((tile_rows, columns), "float32") if tensor_memory else None
             gate_done = T.alloc_barrier(1) if tensor_memory else None
             up_done = T.alloc_barrier(1) if tensor_memory else None
-            steps = T.ceildiv(k, _INNER)
+            steps = T.ceildiv(k, depth)
+            for r in T.Parallel(tile_rows):
+                if routed:
+                    pair = slot_pair[bm * tile_rows + r]
+                    row_weight[r] = T.if_then_else(pair >= 0, weights[T.max(pair, 0)], 0.0)
+                else:
+                    row_weight[r] = 1.0
             if _streams(expert, tensor_memory):
                 for i in T.Pipelined(
-                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
+                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=stages
                 ):
-                    inner = i * _INNER
-                    T.copy(x[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], x_tile)
-                    T.copy(w13[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], gate_tile)
+                    inner = i * depth
+                    T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, inner : inner + depth], x_tile)
+                    T.copy(w13[expert, inner : inner + depth, bn * columns : (bn + 1) * columns], gate_tile)
                     T.copy(
-                        w13[expert, inner : inner + _INNER, width + bn * _COLUMNS : width + (bn + 1) * _COLUMNS],
-                        up_tile,
+                        w13[expert, inner : inner + depth, width + bn * columns : width + (bn + 1) * columns], up_tile
                     )
                     accumulate(x_tile, gate_tile, gate, gate_sums, gate_done, i == 0)
                     accumulate(x_tile, up_tile, up, up_sums, up_done, i == 0)
                 if tensor_memory:
                     read_sums(gate_sums, gate)
                     read_sums(up_sums, up)
-            for r, c in T.Parallel(TILE, _COLUMNS):
+            for r, c in T.Parallel(tile_rows, columns):
                 gate[r, c] = T.min(gate[r, c], limit)
                 up[r, c] = T.min(T.max(up[r, c], -limit), limit)
-                gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c]
-            for r, c in T.Parallel(TILE, _COLUMNS):
-                slot = bm * TILE + r
-                if slot < rows and bn * _COLUMNS + c < width:
-                    if routed:
-                        pair = slot_pair[slot]
-                        act[slot, bn * _COLUMNS + c] = gate[r, c] * T.if_then_else(
-                            pair >= 0, weights[T.max(pair, 0)], 0.0
-                        )
-                    else:
-                        act[slot, bn * _COLUMNS + c] = gate[r, c]
+                gate[r, c] = gate[r, c] / (1.0 + T.exp(-gate[r, c])) * up[r, c] * row_weight[r]
+            T.copy(gate, act_tile)
+            T.copy(act_tile, act[bm * tile_rows : (bm + 1) * tile_rows, bn * columns : (bn + 1) * columns])
 
     return gated
 
@@ -138,6 +146,7 @@ def gated_program(experts: int, k: int, width: int, routed: bool, *, tensor_memo
 def down_program(experts: int, width: int, dim: int, *, tensor_memory: bool = False):
     """act [slots, width] in tiles, w2 [experts, width, dim] -> out [pairs, dim]; every pair stands in one slot."""
     slots, tiles, pairs = T.dynamic("slots"), T.dynamic("tiles"), T.dynamic("pairs")
+    columns = _COLUMNS if tensor_memory else _DOWN_COLUMNS
 
     @T.prim_func
     def down(
@@ -147,29 +156,32 @@ def down_program(experts: int, width: int, dim: int, *, tensor_memory: bool = Fa
         tile_expert: T.Tensor((tiles,), "int32"),
         out: T.Tensor((pairs, dim), "bfloat16"),
     ):
-        with T.Kernel(T.ceildiv(slots, TILE), T.ceildiv(dim, _COLUMNS), threads=_THREADS) as (bm, bn):
+        with T.Kernel(T.ceildiv(slots, TILE), T.ceildiv(dim, columns), threads=_THREADS) as (bm, bn):
             act_tile = T.alloc_shared((TILE, _INNER), "bfloat16")
-            w_tile = T.alloc_shared((_INNER, _COLUMNS), "bfloat16")
-            total = T.alloc_fragment((TILE, _COLUMNS), "float32")
+            w_tile = T.alloc_shared((_INNER, columns), "bfloat16")
+            out_tile = T.alloc_shared((TILE, columns), "bfloat16")  # rows leave it whole: 16 bytes a thread
+            pair = T.alloc_shared((TILE,), "int32")
+            total = T.alloc_fragment((TILE, columns), "float32")
             expert = tile_expert[bm]
             T.clear(total)
-            sums = T.alloc_tmem((TILE, _COLUMNS), "float32") if tensor_memory else None
+            sums = T.alloc_tmem((TILE, columns), "float32") if tensor_memory else None
             done = T.alloc_barrier(1) if tensor_memory else None
             steps = T.ceildiv(width, _INNER)
+            for r in T.Parallel(TILE):
+                pair[r] = slot_pair[bm * TILE + r]
             if _streams(expert, tensor_memory):
                 for i in T.Pipelined(
                     steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
                 ):
-                    inner = i * _INNER
-                    T.copy(act[bm * TILE : (bm + 1) * TILE, inner : inner + _INNER], act_tile)
-                    T.copy(w2[expert, inner : inner + _INNER, bn * _COLUMNS : (bn + 1) * _COLUMNS], w_tile)
+                    T.copy(act[bm * TILE : (bm + 1) * TILE, i * _INNER : (i + 1) * _INNER], act_tile)
+                    T.copy(w2[expert, i * _INNER : (i + 1) * _INNER, bn * columns : (bn + 1) * columns], w_tile)
                     accumulate(act_tile, w_tile, total, sums, done, i == 0)
                 if tensor_memory:
                     read_sums(sums, total)
-            for r, c in T.Parallel(TILE, _COLUMNS):
-                pair = slot_pair[bm * TILE + r]
-                if pair >= 0 and bn * _COLUMNS + c < dim:
-                    out[pair, bn * _COLUMNS + c] = total[r, c]
+            T.copy(total, out_tile)
+            for r, c in T.Parallel(TILE, columns):
+                if pair[r] >= 0 and bn * columns + c < dim:
+                    out[pair[r], bn * columns + c] = out_tile[r, c]
 
     return down
 
@@ -226,7 +238,7 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2:
         act = torch.empty(len(tiles.slot_pair), width, dtype=x.dtype, device=x.device)
         gather_tiles_program(dim, choices)(aligned(x), tiles.slot_pair, slots)
         scale = weights.float().flatten()
-        launch = gated_program(experts, dim, width, True)
+        launch = gated_program(experts, dim, width, True, False)
         launch(slots, aligned(w13), tiles.slot_pair, tiles.tile_expert, scale, act, limit)
         down_program(experts, width, dim)(act, aligned(w2), tiles.slot_pair, tiles.tile_expert, out)
     return out.view(rows, choices, dim)
@@ -243,7 +255,7 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     act = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         nothing = torch.empty(rows, dtype=torch.int32, device=x.device)  # not read: the rows are not routed
-        launch = gated_program(1, x.shape[1], width, False)
+        launch = gated_program(1, x.shape[1], width, False, rows <= FEW_ROWS)
         launch(aligned(x), aligned(w13)[None], nothing, nothing, nothing.view(torch.float32), act, limit)
     return linear(act, w2)
 

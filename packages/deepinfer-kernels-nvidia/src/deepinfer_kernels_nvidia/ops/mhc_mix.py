@@ -6,25 +6,28 @@
     pre  = sigmoid(m[:S] scale + base) + eps;   post = 2 sigmoid(m[S:2S] scale + base)
     C    = Sinkhorn(softmax_j(m[2S:] scale + base)): C += eps; columns; then (iterations - 1) times rows, columns
 
-Two programs: the product in parts together with the sum of squares (`linear_float32`: X is bf16, fn float32, so three
-exact products), then one thread a row that keeps its S x S matrix in registers. Before that, the threads of a block add
-the parts in order, each for one mix of one row: so many loads are under way at once.
+The product comes in parts together with those of the sum of squares (`mhc_product`). The threads of a block add them in
+order, each for one mix of one row, so that many loads are under way at once; then one thread a row keeps its S x S
+matrix in registers. Its reciprocals are the hardware's, within two units of the last place: 39 exact divisions in a row
+took most of the time.
 """
 
 import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, dtype_name, program
-from deepinfer_kernels_nvidia.ops.linear_float32 import matmul_parts, num_parts
+from deepinfer_kernels_nvidia.ops.linear_float32 import matmul_parts
+from deepinfer_kernels_nvidia.ops.mhc_product import mix_parts
 
 _THREADS = 128
+_ROW_UNIT = 8  # elements: rows of whole 16-byte units, as the copy engine wants
 _ROWS = 8  # of a block of threads: few rows exist, and small blocks spread over the chip
 
 
 @program
-def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix_dtype: str):
+def mhc_gates_program(streams: int, dim: int, parts: int, columns: int, iterations: int, mix_dtype: str):
     """parts of the product (columns >= its width) and of the sum of squares -> pre, post, c."""
-    rows, parts = T.dynamic("rows"), num_parts(streams * dim, columns)
+    rows = T.dynamic("rows")
     mixes = streams * (streams + 2)
 
     @T.prim_func
@@ -69,8 +72,8 @@ def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix
                 for m in T.unroll(mixes):
                     mix[m] = mix[m] * inverse * T.cast(scale[m], "float32") + T.cast(base[m], "float32")
                 for s in T.unroll(streams):
-                    pre[row, s] = 1.0 / (1.0 + T.exp(-mix[s])) + eps
-                    post[row, s] = 2.0 / (1.0 + T.exp(-mix[streams + s]))
+                    pre[row, s] = T.fast_rcp(1.0 + T.exp(-mix[s])) + eps
+                    post[row, s] = 2.0 * T.fast_rcp(1.0 + T.exp(-mix[streams + s]))
                 for i in T.unroll(streams):
                     total = mix[2 * streams + i * streams]
                     for j in T.unroll(streams):
@@ -80,22 +83,23 @@ def mhc_gates_program(streams: int, dim: int, columns: int, iterations: int, mix
                     total = 0.0
                     for j in T.unroll(streams):
                         total += matrix[i, j]
+                    inverse = T.fast_rcp(total)
                     for j in T.unroll(streams):
-                        matrix[i, j] = matrix[i, j] / total + eps
+                        matrix[i, j] = matrix[i, j] * inverse + eps
                 for step in T.serial(iterations):
                     if step > 0:
                         for i in T.unroll(streams):
                             total = eps
                             for j in T.unroll(streams):
                                 total += matrix[i, j]
-                            inverse = 1.0 / total
+                            inverse = T.fast_rcp(total)
                             for j in T.unroll(streams):
                                 matrix[i, j] *= inverse
                     for j in T.unroll(streams):
                         total = eps
                         for i in T.unroll(streams):
                             total += matrix[i, j]
-                        inverse = 1.0 / total
+                        inverse = T.fast_rcp(total)
                         for i in T.unroll(streams):
                             matrix[i, j] *= inverse
                 for i in T.unroll(streams):
@@ -113,7 +117,15 @@ def mhc_mix(
     pre, post = (torch.empty(rows, s, dtype=torch.float32, device=streams.device) for _ in range(2))
     c = torch.empty(rows, s, s, dtype=torch.float32, device=streams.device)
     if rows:
-        products, squares = matmul_parts(streams.flatten(1), fn, with_squares=True)
-        launch = mhc_gates_program(s, dim, products.shape[2], iterations, dtype_name(base))
+        flat = streams.flatten(1)
+        products, squares = _products(flat, fn)
+        launch = mhc_gates_program(s, dim, len(products), products.shape[2], iterations, dtype_name(base))
         launch(products, squares, base.contiguous(), scale.contiguous(), pre, post, c, norm_eps, eps)
     return pre, post, c
+
+
+def _products(x: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K], fn [K, M] -> parts of x fn [P, R, >= M] and of sum x^2 [P, R]."""
+    if x.dtype == torch.bfloat16 and fn.dtype == torch.float32 and x.shape[1] % _ROW_UNIT == 0:
+        return mix_parts(x, fn)
+    return matmul_parts(x, fn, with_squares=True)

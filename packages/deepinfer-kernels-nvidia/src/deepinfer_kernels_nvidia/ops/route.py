@@ -2,30 +2,39 @@
 # pyright: basic, reportInvalidTypeForm=false
 """Router: s = sqrt(softplus(x Wg)); the k experts with the largest s + bias; weight = scale s / (sum + 1e-20).
 
-The product runs in float32 parts (`linear_float32`). Then one warp holds a row's experts in registers and takes the
-best k times: the largest value, then the lowest id that has it. Ids come out ascending, and the sum follows them.
+The product has float32 sums. K is cut into parts of 1,024, groups of one grouped product, so that enough blocks run;
+a gate in float32 goes through `linear_float32`. Then one warp adds a row's parts in order, holds its experts in
+registers and takes the best k times: the largest value, then the lowest id that has it. Ids come out ascending, and the
+sum follows them.
 """
 
 import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, program
-from deepinfer_kernels_nvidia.ops.linear_float32 import matmul_parts
+from deepinfer_kernels_nvidia.ops.linear import padded_product
+from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
 
-__all__ = ["route"]
+__all__ = ["num_route_parts", "route"]
 
 _WARP = 32
+_PART = 1024  # of K
+
+
+def num_route_parts(k: int) -> int:
+    """How many parts K of the bf16 product is cut into."""
+    return k // _PART if k % _PART == 0 else 1
 
 
 @program
 def select_experts_program(parts: int, experts: int, columns: int, k: int, bias_by_row: bool):
-    """parts [parts, rows, columns >= experts] of the logits, bias [rows or 1, experts] -> ids, weights [rows, k]."""
+    """parts [rows, parts, columns >= experts] of the logits, bias [rows or 1, experts] -> ids, weights [rows, k]."""
     rows = T.dynamic("rows")
     width = -(-experts // _WARP) * _WARP
 
     @T.prim_func
     def select_experts(
-        logits: T.Tensor((parts, rows, columns), "float32"),
+        logits: T.Tensor((rows, parts, columns), "float32"),
         bias: T.Tensor((rows if bias_by_row else 1, experts), "float32"),
         ids: T.Tensor((rows, k), "int64"),
         weights: T.Tensor((rows, k), "float32"),
@@ -47,7 +56,7 @@ def select_experts_program(parts: int, experts: int, columns: int, k: int, bias_
                 score[e] = 0.0
             for part in T.serial(parts):
                 for e in T.Parallel(width):
-                    score[e] += T.if_then_else(e < experts, logits[part, row, e], 0.0)
+                    score[e] += T.if_then_else(e < experts, logits[row, part, e], 0.0)
             for e in T.Parallel(width):
                 score[e] = T.sqrt(T.log1p(T.exp(-T.abs(score[e]))) + T.max(score[e], 0.0))
                 rank[e] = T.if_then_else(
@@ -91,7 +100,15 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, k: int, scale: float) -> tuple[
     ids = torch.empty(rows, k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     if rows:
-        parts, _ = matmul_parts(x, gate)
-        launch = select_experts_program(len(parts), experts, parts.shape[2], k, bias.dim() == 2)
+        parts = _parts(x, gate)
+        launch = select_experts_program(parts.shape[1], experts, parts.shape[2], k, bias.dim() == 2)
         launch(parts, bias.float().contiguous().view(-1, experts), ids, weights, scale)
     return ids, weights
+
+
+def _parts(x: Tensor, gate: Tensor) -> Tensor:
+    """x [R, K], gate [K, E] -> parts of the logits [R, P, >= E] float32."""
+    if x.dtype == gate.dtype == torch.bfloat16:
+        parts = num_route_parts(x.shape[1])
+        return padded_product(x.unflatten(1, (parts, -1)), gate.unflatten(0, (parts, -1)), torch.float32)
+    return linear_float32(x, gate.float()).contiguous()[:, None]

@@ -120,6 +120,7 @@ def _streams() -> Iterator[Case]:
                 "fn": _randn(g, streams * dim, mixes, scale=(streams * dim) ** -0.5),
                 "base": _randn(g, mixes),
                 "scale": _randn(g, mixes),
+                "norm": _randn(g, dim),
             }
             return row, shared
 
@@ -131,6 +132,11 @@ def _streams() -> Iterator[Case]:
         yield Case(
             "mhc_expand", f"{streams}x{dim}", make, lambda o, r, s: (o.mhc_expand(r["x"], r["y"], r["post"], r["c"]),)
         )
+
+        def to_next(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+            return o.mhc_next(r["x"], r["y"], r["post"], r["c"], r["pre"], s["norm"], 1e-20)
+
+        yield Case("mhc_next", f"{streams}x{dim}", make, to_next)
 
 
 def _cache_writes() -> Iterator[Case]:

@@ -22,9 +22,10 @@ from deepinfer_core.kernels.registry import native_status, provider_statuses
 
 __all__ = ["ConformanceSubject", "find_subject", "make_inputs"]
 
-# What the model keeps in float32 whatever its compute dtype: mHC, router, sinks, rope tables, scores, confidence head.
+# What the model keeps in float32 whatever its compute dtype: mHC, bias of the router, sinks, rope tables, scores,
+# confidence head.
 _ALWAYS_FLOAT32 = frozenset(
-    ("fn", "base", "scale", "pre", "post", "c", "gate", "bias", "weights", "sink", "table", "confidence", "scores")
+    ("fn", "base", "scale", "pre", "post", "c", "bias", "weights", "sink", "table", "confidence", "scores")
 )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.native.library import Library, failure
+from deepinfer_core.kernels.reference.mhc import next_of
 
 __all__ = ["DenseOps"]
 
@@ -22,6 +23,7 @@ class DenseOps:
         self._mix = library.function("mhc_mix")
         self._collapse = library.function("mhc_collapse")
         self._expand = library.function("mhc_expand")
+        self.mhc_next = next_of(self.mhc_expand, self.mhc_collapse, self.rms_norm)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [R, K] @ weight [K, N] -> [R, N]."""
@@ -79,8 +81,8 @@ class DenseOps:
             raise failure(status, "rope_table")
         return out
 
-    def apply_rope(self, x: Tensor, table: Tensor, *, inverse: bool = False) -> Tensor:
-        """x [R, D] or [R, H, D], table [R, 2, rotary]."""
+    def apply_rope(self, x: Tensor, table: Tensor, *, inverse: bool = False, in_place: bool = False) -> Tensor:
+        """x [R, D] or [R, H, D], table [R, 2, rotary]; x is left as it is."""
         x, table = x.contiguous(), table.contiguous()
         rows, dim = x.shape[0], x.shape[-1]
         heads = x.shape[1] if x.dim() == 3 else 1

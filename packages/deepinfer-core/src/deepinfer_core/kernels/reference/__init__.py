@@ -25,7 +25,7 @@ from deepinfer_core.kernels.reference.filters import filter_logits
 from deepinfer_core.kernels.reference.indexer import candidate_blocks, select_entries
 from deepinfer_core.kernels.reference.linear import grouped_linear, head_logits, linear
 from deepinfer_core.kernels.reference.logprobs import token_logprobs
-from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix
+from deepinfer_core.kernels.reference.mhc import mhc_collapse, mhc_expand, mhc_mix, mhc_next
 from deepinfer_core.kernels.reference.moe import combine_experts, plan_tiles, route, run_experts, shared_expert
 from deepinfer_core.kernels.reference.norm_rope import apply_rope, rms_norm, rope_table
 from deepinfer_core.kernels.reference.rounding import round_index
@@ -43,6 +43,7 @@ REFERENCE = Kernels(
     mhc_mix=mhc_mix,
     mhc_collapse=mhc_collapse,
     mhc_expand=mhc_expand,
+    mhc_next=mhc_next,
     write_window=write_window,
     write_entries=write_entries,
     write_index_keys=write_index_keys,

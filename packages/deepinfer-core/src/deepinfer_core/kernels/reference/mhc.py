@@ -6,6 +6,7 @@
     C    = Sinkhorn(softmax_j(m[2S:] scale_2 + base))        how the streams mix; C[i, j]: source i -> destination j
     u    = sum_i p_i X_i                                     sublayer input, p = `pre` of the sublayer before
     X'_j = post_j y + sum_i C[i, j] X_i
+    x    = rms_norm(u of X')                                 what the next sublayer reads: `mhc_next`
 
 Sinkhorn: C += hc_eps; C /= (sum_i C + hc_eps); then (iterations - 1) times: C /= (sum_j C + hc_eps); C /= (sum_i C +
 hc_eps). A sum that is broadcast back is a product with a matrix of ones, and `baddbmm` adds the epsilon in the same
@@ -14,13 +15,16 @@ call: two small operations a half-step instead of three.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.reference.elementwise import sigmoid
 from deepinfer_core.kernels.reference.linear import linear
+from deepinfer_core.kernels.reference.norm_rope import rms_norm
 
-__all__ = ["mhc_collapse", "mhc_expand", "mhc_mix", "sinkhorn"]
+__all__ = ["mhc_collapse", "mhc_expand", "mhc_mix", "mhc_next", "next_of", "sinkhorn"]
 
 
 def mhc_mix(
@@ -62,3 +66,23 @@ def mhc_expand(streams: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
     """streams [R, S, D], y [R, D], post [R, S], c [R, S, S] -> [R, S, D]. The source, first index of c, is summed."""
     spread = post[:, :, None].to(y.dtype) * y[:, None]
     return torch.baddbmm(spread, c.transpose(1, 2).to(streams.dtype), streams)
+
+
+def next_of(
+    expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    collapse: Callable[[Tensor, Tensor], Tensor],
+    norm: Callable[[Tensor, Tensor, float], Tensor],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`mhc_next` as these three operations, for tables that have no fused one."""
+
+    def mhc_next(
+        streams: Tensor, y: Tensor, post: Tensor, c: Tensor, pre: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """streams [R, S, D], y [R, D], post and pre [R, S], c [R, S, S], weight [D] -> X' [R, S, D], x [R, D]."""
+        after = expand(streams, y, post, c)
+        return after, norm(collapse(after, pre), weight, eps)
+
+    return mhc_next
+
+
+mhc_next = next_of(mhc_expand, mhc_collapse, rms_norm)

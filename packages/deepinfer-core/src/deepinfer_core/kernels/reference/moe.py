@@ -30,8 +30,11 @@ _GATHER_LIMIT_BYTES = 4 << 20  # above this, copying the weights of every tile c
 
 
 def route(x: Tensor, gate: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """x [R, D], gate [D, E], bias [E] or [R, E] -> expert ids [R, k] int64 ascending, weights [R, k] float32."""
-    scores = torch.sqrt(softplus(linear(x.float(), gate)))
+    """x [R, D], gate [D, E], bias [E] or [R, E] -> expert ids [R, k] int64 ascending, weights [R, k] float32.
+
+    Scores are float32 sums of the products, whatever the dtypes of x and gate.
+    """
+    scores = torch.sqrt(softplus(linear(x.float(), gate.float())))
     ids = top_k_set(scores + bias, k)
     chosen = scores.gather(1, ids)
     return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale

@@ -54,8 +54,11 @@ def rope_table(positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.stack([torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)], 1)
 
 
-def apply_rope(x: Tensor, table: Tensor, *, inverse: bool = False) -> Tensor:
-    """Turn the last dims of x [R, D] or [R, H, D] by the rows of `table` [R, 2, rotary]."""
+def apply_rope(x: Tensor, table: Tensor, *, inverse: bool = False, in_place: bool = False) -> Tensor:
+    """Turn the last dims of x [R, D] or [R, H, D] by the rows of `table` [R, 2, rotary].
+
+    `in_place` allows a kernel to overwrite x, most of which stays as it is, and to return it; this one never does.
+    """
     rotary = table.shape[-1]
     cos, sin = table[:, 0], table[:, 1]
     if x.dim() == 3:

@@ -137,7 +137,8 @@ def test_no_rows_are_no_work(package: SimpleNamespace, host: FakeTorchNpu) -> No
     table = package.ops.TABLE
     table["write_window"](cache, none, torch.empty(0, 64))
     table["copy_rows"](cache, none, none)
-    assert table["apply_rope"](torch.empty(0, 4, 32), torch.empty(0, 2, 16)).shape == (0, 4, 32)
+    for options in ({}, {"inverse": True}, {"in_place": True}):
+        assert table["apply_rope"](torch.empty(0, 4, 32), torch.empty(0, 2, 16), **options).shape == (0, 4, 32)
     assert table["rms_norm"](torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
     plan = table["plan_experts"](torch.empty(0, 2, dtype=torch.int64), 3)
     weights = (torch.ones(3, 8, 4).bfloat16(), torch.ones(3, 2, 8).bfloat16())

@@ -53,8 +53,11 @@ def apply_rope_program(heads: int, dim: int, rotary: int, x_dtype: str, table_dt
     return apply_rope
 
 
-def apply_rope(x: Tensor, table: Tensor, *, inverse: bool = False) -> Tensor:
-    """x [R, D] or [R, H, D], table [R, 2, rotary] -> as x; see contract `apply_rope`."""
+def apply_rope(x: Tensor, table: Tensor, *, inverse: bool = False, in_place: bool = False) -> Tensor:
+    """x [R, D] or [R, H, D], table [R, 2, rotary] -> as x; see contract `apply_rope`.
+
+    `in_place` allows x to be overwritten, which is not done: a dim is written before its partner has read it.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():

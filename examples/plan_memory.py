@@ -34,6 +34,7 @@ def main() -> None:
             num_sequences=args.sequences,
             num_devices=num_devices,
             device_bytes=int(args.memory * GB),
+            form="bfloat16",  # as an accelerator holds the weights
         )
         plan = plan_memory(config, workload)
         limits = plan.limits

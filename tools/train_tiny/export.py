@@ -45,7 +45,7 @@ def model_weights(values: Values, config: ModelConfig) -> ModelWeights:
         embed=values["embed.weight"],
         head=values["head.weight"],
         norm=values["norm.weight"],
-        layers=tuple(_layer(values, config, layer, hashes.get(layer)) for layer in range(config.num_hidden_layers)),
+        layers=[_layer(values, config, layer, hashes.get(layer)) for layer in range(config.num_hidden_layers)],
         draft=_draft(values, config),
         token_classes=torch.empty(0, dtype=torch.int64),
         fingerprint="",
@@ -59,7 +59,7 @@ def _fields(values: Values, prefix: str, table: Mapping[str, str]) -> dict[str, 
 def _draft(values: Values, config: ModelConfig) -> DraftWeights:
     first, stages = config.num_hidden_layers, config.num_nextn_predict_layers
     return DraftWeights(
-        stages=tuple(_layer(values, config, first + stage, None) for stage in range(stages)),
+        stages=[_layer(values, config, first + stage, None) for stage in range(stages)],
         **_fields(values, "mtp.0.", names.DRAFT_FIRST),
         **_fields(values, f"mtp.{stages - 1}.", names.DRAFT_LAST),
     )

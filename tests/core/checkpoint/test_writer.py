@@ -25,10 +25,10 @@ from tests.core.model_configs import release_json, small_config, small_json
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a tree of dataclasses, tuples and tensors, by their place."""
+    """All tensors of a tree of dataclasses, tuples, lists and tensors, by their place."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
             yield from leaves(item, f"{path}[{i}]")
     elif dataclasses.is_dataclass(value):

@@ -174,11 +174,13 @@ def test_kernels_warm_compiles_for_the_chosen_provider_and_shows_progress(
 ) -> None:
     from deepinfer_core.kernels import registry
 
-    asked: list[tuple[int, int | None]] = []
+    asked: list[tuple[int | None, bool]] = []
 
     class Provider(registry.NativeProvider):
-        def warm(self, config: Any, progress: Any, local_experts: int | None = None) -> None:
-            asked.append((config.hidden_size, local_experts))
+        coded_ops = frozenset(("linear",))
+
+        def warm(self, config: Any, progress: Any, local_experts: int | None = None, *, coded: bool = False) -> None:
+            asked.append((local_experts, coded))
             for done in range(4):
                 progress(done, 3, "rms_norm" if done < 3 else "")
 
@@ -186,8 +188,12 @@ def test_kernels_warm_compiles_for_the_chosen_provider_and_shows_progress(
     choice = registry.KernelChoice("nvidia", provider, "cpu", "one GPU")
     monkeypatch.setattr(registry, "choose_provider", lambda *_: choice)
     assert main(["kernels", "--warm", "--local-experts", "2", "--model", MODEL]) == 0
-    assert [experts for _, experts in asked] == [2]
     assert "3/3" in capsys.readouterr().err
+    assert main(["kernels", "--warm", "--float8-products", "--model", MODEL]) == 0
+    assert asked == [(2, False), (None, True)]
+    provider.coded_ops = frozenset()
+    assert main(["kernels", "--warm", "--float8-products", "--model", MODEL]) == 2
+    assert "--float8-products: nvidia has no kernels of that form" in capsys.readouterr().err
 
 
 @pytest.mark.bad_input

@@ -164,7 +164,7 @@ def _assemble(source: _Source, config: ModelConfig, checkpoint: Checkpoint) -> M
         layers = pool.map(
             lambda layer: _layer(source, config, layer, hashes.get(layer)), range(config.num_hidden_layers + stages)
         )
-        loaded = tuple(layers)
+        loaded = list(layers)
     backbone, drafter = loaded[: config.num_hidden_layers], loaded[config.num_hidden_layers :]
     top = source.block("", names.TOP)
     return ModelWeights(
@@ -221,7 +221,7 @@ def _engram(source: _Source, config: ModelConfig, layer: int, prefix: str, const
     )
 
 
-def _draft(source: _Source, stages: tuple[LayerWeights, ...]) -> DraftWeights:
+def _draft(source: _Source, stages: list[LayerWeights]) -> DraftWeights:
     last = source.block(f"mtp.{len(stages) - 1}.", names.DRAFT_LAST)
     last["confidence"] = last["confidence"].to(torch.float32).flatten()
     return DraftWeights(**source.block("mtp.0.", names.DRAFT_FIRST), stages=stages, **last)

@@ -6,9 +6,14 @@
                      + scratch rows of the largest step, and activations (an estimate)
     host             = Engram tables where they are in host memory: one copy, shared by all ranks
 
-Two forms: *packed*, weights and caches as the released layout has them (what kernels of accelerators keep), and
-*plain*, all dequantized to float32 (what the reference keeps). Engram rows are packed in both. Vision tensors are not
-loaded. Rank 0 has the largest share of everything, so it decides what fits.
+Four forms of the weights; caches have the released layout in all but the last, Engram rows in all:
+
+    packed     as released                        the least that any engine needs
+    bfloat16   FP8 and FP4 dequantized            what this one holds on an accelerator
+    float8     some of them in e4m3 instead       .. with `float8_products` (kernels/reference/coded.py)
+    plain      everything in float32              what the reference holds on a CPU
+
+Vision tensors are not loaded. Rank 0 has the largest share of everything, so it decides what fits.
 """
 
 from __future__ import annotations
@@ -44,14 +49,15 @@ __all__ = [
     "plan_memory",
 ]
 
-Form = Literal["packed", "plain"]
+Form = Literal["packed", "bfloat16", "float8", "plain"]
+_RELEASED_AND_PLAIN: tuple[Form, Form] = ("packed", "plain")
 DEFAULT_MEMORY_FRACTION = CacheConfig().memory_fraction
 DEFAULT_STEP_ROWS = SchedulerConfig().max_num_batched_tokens
 
 _MAX_DEVICES = 1024
 _MAX_SLOTS = 1 << 20  # sequences of one rank
 _MAX_BYTES = 1 << 60
-_FLOAT32 = 4
+_BFLOAT16, _FLOAT32 = 2, 4
 _INT64 = 8
 
 
@@ -175,7 +181,7 @@ def part_sizes(config: ModelConfig) -> list[PartSize]:
     for spec in manifest(config):
         size = parts.setdefault(spec.part, Counter())
         size["parameters"] += spec.num_parameters
-        for form in get_args(Form):
+        for form in _RELEASED_AND_PLAIN:
             size[form] += _tensor_bytes(spec, form)
     return [PartSize(part, size["parameters"], size["packed"], size["plain"]) for part, size in parts.items()]
 
@@ -215,8 +221,19 @@ class _Sizes:
         return dict(parts)
 
 
+# Held in float32 on accelerators, too (model/params.py), beside what is stored so; and what `float8_products` codes.
+_FLOAT32_TENSORS = ("norm.weight", "q_weight", "k_weight", "confidence_head.proj.weight")
+_CODED_TENSORS = ("wq_b.weight", "wo_b.weight", "w1.weight", "w2.weight", "w3.weight")
+
+
 def _tensor_bytes(spec: TensorSpec, form: Form) -> int:
-    return spec.num_bytes if form == "packed" or spec.part == "engram_table" else spec.num_parameters * _FLOAT32
+    if form == "packed" or spec.part == "engram_table":
+        return spec.num_bytes
+    if form == "plain" or spec.dtype == "F32" or spec.name.endswith(_FLOAT32_TENSORS):
+        return spec.num_parameters * _FLOAT32
+    if form == "float8" and spec.name.endswith(_CODED_TENSORS):
+        return spec.num_parameters + spec.shape[0] * _FLOAT32  # a scale for each column of the product
+    return spec.num_parameters * _BFLOAT16
 
 
 # ---- caches and activations ------------------------------------------------------------------------------------------
@@ -273,7 +290,7 @@ def _activation_bytes(c: ModelConfig, workload: Workload, num_slots: int) -> int
     per_row = 2 * c.hc_mult * c.hidden_size + 2 * c.num_attention_heads * c.head_dim
     per_row += (c.num_experts_per_tok + 1) * (c.hidden_size + 3 * c.moe_intermediate_size)
     sample_rows = num_slots * (1 + (c.dspark_block_size if workload.num_drafts is None else workload.num_drafts))
-    element = 2 if workload.form == "packed" else _FLOAT32  # bfloat16 on accelerators
+    element = _FLOAT32 if workload.form == "plain" else _BFLOAT16
     return workload.step_rows * per_row * element + 2 * sample_rows * c.vocab_size * _FLOAT32
 
 

@@ -55,7 +55,7 @@ def random_weights(
         embed=draw.normal(config.vocab_size, config.hidden_size, scale=1.0),
         head=draw.matrix(config.vocab_size, config.hidden_size),
         norm=draw.gain(config.hidden_size),
-        layers=tuple(draw.layer(layer, hashes.get(layer)) for layer in range(config.num_hidden_layers)),
+        layers=[draw.layer(layer, hashes.get(layer)) for layer in range(config.num_hidden_layers)],
         draft=draw.draft() if config.num_nextn_predict_layers else None,
         token_classes=classes,
         fingerprint=f"random-{seed}",
@@ -188,7 +188,7 @@ class _Draw:
         return DraftWeights(
             main_proj=self.matrix(hidden, len(c.dspark_target_layer_ids) * hidden),
             main_norm=self.gain(hidden),
-            stages=tuple(self.layer(stage, None) for stage in stages),
+            stages=[self.layer(stage, None) for stage in stages],
             norm=self.gain(hidden),
             markov_embed=self.normal(c.vocab_size, rank, scale=1.0),
             markov_head=self.matrix(c.vocab_size, rank),

@@ -137,7 +137,7 @@ class DraftWeights:
 
     main_proj: Tensor  # [D, T D]
     main_norm: Tensor  # [D]
-    stages: tuple[LayerWeights, ...]
+    stages: list[LayerWeights]
     norm: Tensor  # [D]
     markov_embed: Tensor  # [V, r]
     markov_head: Tensor  # [V, r]
@@ -151,7 +151,7 @@ class ModelWeights:
     embed: Tensor  # [V, D]
     head: Tensor  # [V, D]
     norm: Tensor  # [D]
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]  # a list, so that whoever makes them into something else can let go of each
     draft: DraftWeights | None
     token_classes: Tensor  # [V] int64 Engram class of each id; ids the tokenizer lacks have the pad token's class
     fingerprint: str  # of the checkpoint (checkpoint/fingerprint.py); names the weights in cache keys

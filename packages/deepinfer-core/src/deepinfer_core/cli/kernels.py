@@ -102,7 +102,7 @@ def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, 
     warm = getattr(choice.provider, "warm", None)
     if warm is None:
         raise KernelError(f"--warm has no kernels to compile ahead on {choice.name} ({choice.reason})")
-    if coded and not choice.provider.coded_ops:
+    if coded and (choice.provider is None or not choice.provider.coded_ops):
         raise KernelError(f"--float8-products: {choice.name} has no kernels of that form; leave it out")
     with tqdm(desc="Compiling", unit="kernel", disable=quiet) as bar:
 

@@ -37,6 +37,7 @@ from deepinfer_core.errors import ConfigError
 __all__ = ["add_parser", "run"]
 
 _GB = 10**9
+_KV_FORMS: tuple[Form, ...] = ("packed", "plain")
 _HELD = {"experts": "split by expert", "draft": "experts split", "engram_table": "split by row"}
 _CACHES_HELD = {
     "blocks": "of its sequences",
@@ -93,8 +94,9 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
             "--engram", choices=get_args(EngramStorage), default="memory", help="where Engram tables live (memory)"
         ),
         flags.add_argument(
-            "--form", choices=get_args(Form), default="packed",
-            help="packed: weights and caches as released, for accelerators; plain: float32, the CPU reference (packed)",
+            "--form", choices=get_args(Form), default="bfloat16",
+            help="weights as released (packed), as an accelerator holds them (bfloat16; float8 with float8_products), "
+            "or as the CPU does (plain: float32) (bfloat16)",
         ),
     ]  # fmt: skip
     parser.set_defaults(memory_flags={action.dest: action.default for action in actions})
@@ -198,7 +200,7 @@ def _as_json(
         "budget_bytes": plan.workload.budget_bytes,
         "limits": None if plan.limits is None else dataclasses.asdict(plan.limits),
         "checkpoint": [dataclasses.asdict(size) for size in part_sizes(config)],
-        "kv_bytes_per_token": {form: kv_bytes_per_token(config, form) for form in get_args(Form)},
+        "kv_bytes_per_token": {form: kv_bytes_per_token(config, form) for form in _KV_FORMS},
         "window_ring_slots": plan.ring_slots,
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
@@ -245,7 +247,7 @@ def _rank_table(plan: MemoryPlan) -> Table:
 
 def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
     work = plan.workload
-    per_token = ", ".join(f"{kv_bytes_per_token(config, form):,.0f} B {form}" for form in get_args(Form))
+    per_token = ", ".join(f"{kv_bytes_per_token(config, form):,.0f} B {form}" for form in _KV_FORMS)
     sentences = [
         f"Long-range KV a token: {per_token}. Window rings: {plan.ring_slots} slots a sequence and layer.",
         _engram_sentence(plan),

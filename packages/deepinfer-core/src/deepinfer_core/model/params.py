@@ -135,10 +135,13 @@ class ModelParams:
         return {index: layer.engram.table for index, layer in enumerate(self.layers) if layer.engram is not None}
 
 
-def build_params(weights: ModelWeights, config: ModelConfig, *, coded: bool = False) -> ModelParams:
+def build_params(
+    weights: ModelWeights, config: ModelConfig, *, coded: bool = False, consume: bool = False
+) -> ModelParams:
     """Transposes and joins; the numbers stay what they are.
 
-    `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py).
+    `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py). `consume`:
+    layers and draft stages are taken out of `weights` one by one, so that the model is never held twice.
     """
     rotary = config.qk_rope_head_dim
     device = weights.embed.device
@@ -146,8 +149,8 @@ def build_params(weights: ModelWeights, config: ModelConfig, *, coded: bool = Fa
         embed=weights.embed,
         head=_kn(weights.head.to(weights.embed.dtype)),
         norm=weights.norm.float(),
-        layers=tuple(_layer(layer, config.num_experts_per_tok, coded) for layer in weights.layers),
-        draft=None if weights.draft is None else _draft(weights.draft, config, coded),
+        layers=_layers(weights.layers, config.num_experts_per_tok, coded, consume),
+        draft=None if weights.draft is None else _draft(weights.draft, config, coded, consume),
         token_classes=weights.token_classes,
         pad_class=int(weights.token_classes[config.engram_pad_token_id]),
         frequencies=rope_frequencies(rotary, config.rope_theta, None).float().to(device),
@@ -162,6 +165,11 @@ def _kn(weight: Tensor) -> Tensor:
 def _product(weight: Tensor, coded: bool) -> Weight:
     """weight [.., N, K] -> [.., K, N]."""
     return code_columns(weight.transpose(-1, -2)) if coded else _kn(weight)
+
+
+def _layers(weights: list[LayerWeights], num_chosen: int, coded: bool, consume: bool) -> tuple[LayerParams, ...]:
+    count = len(weights)
+    return tuple(_layer(weights.pop(0) if consume else weights[i], num_chosen, coded) for i in range(count))
 
 
 def _layer(w: LayerWeights, num_chosen: int, coded: bool) -> LayerParams:
@@ -231,11 +239,11 @@ def _engram(w: EngramWeights) -> EngramParams:
     )
 
 
-def _draft(w: DraftWeights, config: ModelConfig, coded: bool) -> DraftParams:
+def _draft(w: DraftWeights, config: ModelConfig, coded: bool, consume: bool) -> DraftParams:
     return DraftParams(
         main_proj=_kn(w.main_proj),
         main_norm=w.main_norm.float(),
-        stages=tuple(_layer(stage, config.dspark_num_experts_per_tok, coded) for stage in w.stages),
+        stages=_layers(w.stages, config.dspark_num_experts_per_tok, coded, consume),
         norm=w.norm.float(),
         markov_embed=w.markov_embed,
         markov_head=_kn(w.markov_head),

@@ -135,13 +135,16 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
         draft=speculation.num_drafts > 0,
         progress=not config.quiet,
     )
+    params = build_params(weights, model_config, coded=config.float8_products, consume=True)
+    if choice.device != "cpu":
+        torch.get_device_module(choice.device).empty_cache()  # what loading took: the blocks are made of what is left
     max_model_len = _max_model_len(config, model_config)
     # The longest request, and so where it ends, must not depend on the rank.
     num_blocks = part.smallest(_num_blocks(config, model_config, choice, max_model_len, form))
     rules = ReplayRules.from_configs(model_config, config.cache, speculation, deterministic=config.deterministic)
     runner = part.runner(
         model_config,
-        build_params(weights, model_config, coded=config.float8_products),
+        params,
         kernels,
         RunnerConfig(
             num_slots=config.scheduler.max_num_seqs,
@@ -227,10 +230,11 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
 
 def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: str, form: Form, folder: Path) -> None:
     """Before a long load: can this machine hold the weights at all? The cache is fitted into what they leave."""
-    needed, there = weights_bytes(config, model, form), total_bytes(device)
+    held: Form = "plain" if form == "plain" else "bfloat16"  # with float8_products, too, until they are coded
+    needed, there = weights_bytes(config, model, held), total_bytes(device)
     if needed > there:
         raise CapacityError(
-            f"the weights of {folder} take {needed / 1e9:,.1f} GB on one device ({form} form), and {device} has "
+            f"the weights of {folder} take {needed / 1e9:,.1f} GB on one device ({held} form), and {device} has "
             f"{there / 1e9:,.1f} GB; take a smaller checkpoint or a larger device (`deepinfer plan` says what fits)"
         )
     if not config.quiet:  # before the load, which may take minutes

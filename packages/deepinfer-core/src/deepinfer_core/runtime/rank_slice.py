@@ -98,7 +98,7 @@ class RankSlice:
         self.config = _own_share(config, size.ranks)
         local = _local_experts(config, size.ranks)
         weights = random_weights(self.config, 0, dtype, device, with_experts=False)
-        params = build_params(weights, self.config, coded=size.float8_products)
+        params = build_params(weights, self.config, coded=size.float8_products, consume=True)
         self.params = _with_experts(params, local, size.expert_sets)
         # Positions go on for some steps beyond the context.
         self.blocks_a_request = -(-size.context // BLOCK_TOKENS) + 1

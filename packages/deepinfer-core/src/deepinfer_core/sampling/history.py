@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.columns import to_device
 from deepinfer_core.kernels.reference.adjust import Penalties
+from deepinfer_core.kernels.reference.columns import to_device
 
 __all__ = ["TokenHistory"]
 

@@ -263,6 +263,7 @@ class Sampler:
             rows.token[at + 1],
             self._to_device(step.records["seed"][index]),
             rows.position[at] + 1,
+            self._kernels,
         )
         return emitted.index_copy(0, at, token), stands.index_copy(0, at, accepted)
 

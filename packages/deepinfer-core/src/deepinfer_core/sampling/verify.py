@@ -12,14 +12,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepinfer_core.sampling.philox import gumbel_noise, random_words, uniform
+from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.sampling.philox import random_words, uniform
 from deepinfer_core.sampling.streams import Stream
 
 __all__ = ["ratio_draw"]
 
 
 def ratio_draw(
-    target_logits: Tensor, draft_logits: Tensor, draft: Tensor, seed: Tensor, position: Tensor
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    draft: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    kernels: Kernels = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """(emitted [R], stands [R]) for R rows that each check one draft by the ratio of probabilities.
 
@@ -34,5 +41,5 @@ def ratio_draw(
     # p = q up to rounding leaves nothing over; a draft is then rejected with probability 0, up to rounding, too.
     nothing = residual.amax(1, keepdim=True) <= 0.0
     scores = residual.where(~nothing, p).log().float()
-    scores = scores + gumbel_noise(seed, position, p.shape[1], Stream.RESIDUAL)
-    return draft.where(stands, scores.argmax(1)), stands
+    token, _ = kernels.draw_token(scores, seed, position, int(Stream.RESIDUAL))
+    return draft.where(stands, token), stands

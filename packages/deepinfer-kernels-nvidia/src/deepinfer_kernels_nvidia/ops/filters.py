@@ -21,8 +21,9 @@ it is: its draw fails, as the reference's.
 import torch
 from torch import Tensor
 
+from deepinfer_core.kernels.reference import filters as reference
 from deepinfer_core.kernels.reference.columns import to_device
-from deepinfer_core.kernels.reference.filters import RowFilters, apply_temperature
+from deepinfer_core.kernels.reference.filters import RowFilters
 from deepinfer_kernels_nvidia.jit import T, program
 from deepinfer_kernels_nvidia.ops.select import HIDDEN
 from deepinfer_kernels_nvidia.ops.select import _ordered as ordered_bits
@@ -261,10 +262,12 @@ def filter_rows_program():
 
 
 def filter_logits(logits: Tensor, filters: RowFilters) -> Tensor:
-    """logits [R, V] float32 -> [R, V]; see contract `filter_logits`. Temperature alone is one call of torch."""
+    """logits [R, V] float32 -> [R, V]; see contract `filter_logits`. Temperature alone is at most one call of torch, in
+    the reference.
+    """
+    if not filters.chooses:
+        return reference.filter_logits(logits, filters)
     device = logits.device
-    if not filters.choose:
-        return apply_temperature(logits, to_device(filters.temperature, device))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=torch.float32, device=device)
     if out.numel():

@@ -45,16 +45,22 @@ class RowFilters:
         return cls(records["temperature"], records["top_k"], records["top_p"], records["min_p"])
 
     @property
-    def choose(self) -> bool:
+    def heats(self) -> bool:
+        """Whether any row has a temperature other than 1."""
+        return bool((self.temperature != 1.0).any())
+
+    @property
+    def chooses(self) -> bool:
         """Whether any row may not draw every id."""
         return bool((self.top_k > 0).any() or (self.top_p < 1.0).any() or (self.min_p > 0.0).any())
 
 
 def filter_logits(logits: Tensor, filters: RowFilters) -> Tensor:
     """Logits [R, ids] float32 -> those that softmax turns into the distribution to draw from; what may not be drawn is
-    -inf.
+    -inf. The input itself where nothing changes it.
     """
-    logits = apply_temperature(logits, to_device(filters.temperature, logits.device))
+    if filters.heats:
+        logits = apply_temperature(logits, to_device(filters.temperature, logits.device))
     k = np.minimum(filters.top_k, logits.shape[1])
     logits = _on_some(logits, k > 0, keep_top_k, k, int(k.max(initial=0)))
     logits = _on_some(logits, filters.top_p < 1.0, keep_top_p, filters.top_p)

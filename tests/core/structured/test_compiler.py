@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -143,6 +144,46 @@ def test_grammars_from_many_threads(byte_grammars: GrammarCompiler) -> None:
     for thread in threads:
         thread.join()
     assert results == dict.fromkeys(range(12), True)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one worker")
+def test_a_hostile_grammar_holds_up_nobody_elses(warm: GrammarCompiler) -> None:
+    def hostile(letter: str) -> StructuredOutput:
+        return StructuredOutput(
+            json={"allOf": [{"type": "string", "pattern": f"{letter}{{{i}}}"} for i in range(1, 60)]}
+        )
+
+    slow = warm.submit(hostile("c"))
+    warm.compile(StructuredOutput(choice=["a second child has started"]))
+    assert "not compiled within" in str(slow.exception())
+    turn = 0
+    while not all(sandbox.is_ready for sandbox in warm._sandboxes):  # the first child is being replaced
+        turn += 1
+        warm.compile(StructuredOutput(choice=[f"{turn}"]))
+    slow = warm.submit(hostile("d"))
+    warm.compile(StructuredOutput(choice=["quick"]))
+    assert not slow.done()
+    assert "not compiled within" in str(slow.exception())
+
+
+def test_a_grammar_that_many_ask_for_is_compiled_once(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer)
+    try:
+        asked = [compiler.submit(StructuredOutput(regex="[a-z]{3}x")) for _ in range(8)]
+        assert len({id(one.result()) for one in asked}) == 1
+        refused = [compiler.submit(StructuredOutput(regex="(?=a)b")) for _ in range(2)]
+        assert refused[0].exception() is not refused[1].exception()  # a caller may add notes to its own
+    finally:
+        compiler.close()
+
+
+def test_a_request_that_waits_when_the_compiler_is_closed_is_told(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer)
+    asked = [compiler.submit(StructuredOutput(regex=f"[a-z]{{3}}{i}")) for i in range(12)]
+    compiler.close()
+    errors = [one.exception() for one in asked]
+    assert all(error is None or "closed" in str(error) for error in errors)
+    assert errors[-1] is not None
 
 
 @pytest.mark.bad_input

@@ -39,6 +39,12 @@ class Sandbox:
         self._child: _Child | None = None
         self._closed = False
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its child runs. Only a hint: it may end at any time."""
+        child = self._child
+        return child is not None and child.is_alive
+
     def convert(self, given: GrammarText) -> GrammarSource:
         """The converted grammar, once the child has compiled it. Raises GrammarError, also when it took too long."""
         with self._lock:

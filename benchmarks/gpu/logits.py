@@ -89,7 +89,7 @@ def compare(subject: Subject, choice: KernelChoice, orders: int) -> tuple[dict[s
     medians: list[float] = []
     forced_medians: list[float] = []
     for order in range(orders):
-        table = rounding_table(exact, POINTS, order)
+        table = rounding_table(POINTS, order)
         medians.append(note(f"cpu same points, order {order}", subject.logits(exact, table)).median)
         forced = subject.logits(exact, forcing(table, choices, entries=False))
         forced_medians.append(note(f"cpu same points, same experts, order {order}", forced).median)

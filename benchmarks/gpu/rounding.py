@@ -1,12 +1,13 @@
 """What moves the logits of a bfloat16 run: which rounding point, and how much the order of the sums alone. CPU only.
 
-    python benchmarks/gpu/rounding.py --out rounding.json [--orders 5] [--models tiny,tiny-a,four layers]
+    python benchmarks/gpu/rounding.py --out rounding.json [--orders 8] [--models tiny,tiny-a]
 
 The kernels of the NVIDIA package accumulate in float32 and round what they hand on. That is computed here on the CPU:
 float32 tensors, each operation of the reference followed by a rounding of its result to bfloat16 (`POINTS` below).
 
 all         every point, as the kernels have them; repeated with other orders of the products' sums (K permuted): all
             are valid runs of one definition, and what lies between them is chance
+            .. same experts: with the router's choices of the float32 run (choices.py)
 only X      one point alone              without X      every point but this one
 bfloat16    the reference's own bfloat16 run, which has more points: logits of attention, both halves of the gated unit
 """
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.choices import Choices, forcing, recording
 from benchmarks.gpu.subjects import Agreement, Subject, subjects
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
@@ -32,7 +34,6 @@ from deepinfer_core.kernels.reference.cache_ops import KeyPlan
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
 from deepinfer_core.kernels.reference.mhc import next_of
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, read_rows
-from deepinfer_core.model.params import LayerParams, ModelParams
 
 # Rounding points: name -> what is rounded to bfloat16.
 POINTS = {
@@ -55,16 +56,11 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def rounding_table(params: ModelParams, points: Iterable[str], order: int = 0) -> Kernels:
-    """The reference in float32 with roundings at `points`; order 0: sums as they come, else K permuted by that seed.
-
-    `params` are float32 throughout; they say which products a bfloat16 model keeps in float32 (compressors of pairs).
-    """
+def rounding_table(points: Iterable[str], order: int = 0) -> Kernels:
+    """The reference in float32 with roundings at `points`; order 0: sums as they come, else K permuted by that seed."""
     chosen = frozenset(points)
     if unknown := chosen - POINTS.keys():
         raise ValueError(f"no rounding points: {', '.join(sorted(unknown))}; there are {', '.join(POINTS)}")
-
-    kept = {id(layer.attn.compressor_proj) for layer in params.layers if _pools(layer)}
 
     def at(point: str) -> Callable[[Tensor], Tensor]:
         return rounded if point in chosen else lambda x: x
@@ -128,7 +124,7 @@ def rounding_table(params: ModelParams, points: Iterable[str], order: int = 0) -
     norm = after("rms_norm", "norms")
     return replace(
         REFERENCE,
-        linear=lambda x, weight: linear(x, weight) if id(weight) in kept else at("products")(linear(x, weight)),
+        linear=lambda x, weight: at("products")(linear(x, weight)),
         grouped_linear=lambda x, weight: at("products")(grouped_linear(x, weight)),
         rms_norm=norm,
         apply_rope=after("apply_rope", "rope"),
@@ -152,36 +148,33 @@ def _of_expert(weight: Weight, expert: int) -> Weight:
     return weight[expert]
 
 
-def _pools(layer: LayerParams) -> bool:
-    """A compressor of pairs: wkv and wgate side by side."""
-    proj, norm = layer.attn.compressor_proj, layer.attn.compressor_norm
-    return proj is not None and norm is not None and proj.shape[1] == 2 * norm.shape[0]
-
-
-def runs(orders: int) -> Iterator[tuple[str, frozenset[str], int]]:
+def runs(orders: int, single_points: bool) -> Iterator[tuple[str, frozenset[str], int]]:
     """(name, rounding points, order of the sums) of every run."""
     everything = frozenset(POINTS)
     for order in range(orders):
         yield f"all, order {order}", everything, order
     yield "none, order 1", frozenset(), 1
-    for point in POINTS:
+    for point in POINTS if single_points else ():
         yield f"only {point}", frozenset((point,)), 0
         yield f"without {point}", everything - {point}, 0
 
 
-def examine(subject: Subject, orders: int) -> dict[str, dict[str, float]]:
+def examine(subject: Subject, orders: int, single_points: bool) -> dict[str, dict[str, Any]]:
     """Agreement of every run with the reference in float32."""
-    params = subject.params(torch.float32)
-    reference = subject.logits(params, REFERENCE)
-    found: dict[str, dict[str, float]] = {}
+    params, choices = subject.params(torch.float32), Choices()
+    reference = subject.logits(params, recording(REFERENCE, choices))
+    found: dict[str, dict[str, Any]] = {}
 
     def note(name: str, logits: Tensor) -> None:
         found[name] = asdict(Agreement.of(reference, logits))
         print(subject.name, name, json.dumps(found[name]), flush=True)
 
     note("bfloat16", subject.logits(subject.params(torch.bfloat16), REFERENCE))
-    for name, points, order in runs(orders):
-        note(name, subject.logits(params, rounding_table(params, points, order)))
+    for name, points, order in runs(orders, single_points):
+        note(name, subject.logits(params, rounding_table(points, order)))
+    for order in range(orders):
+        table = forcing(rounding_table(POINTS, order), choices, entries=False)
+        note(f"all, same experts, order {order}", subject.logits(params, table))
     return found
 
 
@@ -189,12 +182,13 @@ def main() -> int:
     """Run it for the models that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--orders", type=int, default=5, help="orders of the sums with all points (5)")
+    parser.add_argument("--orders", type=int, default=8, help="orders of the sums with all points (8)")
     parser.add_argument("--models", default="", help="names of subjects, separated by commas; all when empty")
+    parser.add_argument("--orders-only", action="store_true", help="leave out the runs of single points")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "models": {}}
     for subject in subjects(tuple(filter(None, arguments.models.split(",")))):
-        report["models"][subject.name] = examine(subject, arguments.orders)
+        report["models"][subject.name] = examine(subject, arguments.orders, not arguments.orders_only)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

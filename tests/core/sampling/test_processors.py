@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from deepinfer_core.config.sampling import SamplingParams
+from deepinfer_core.kernels.reference.filters import RowFilters, filter_logits
 from deepinfer_core.sampling import processors
 from tests.core.sampling import oracle
 
@@ -25,6 +27,14 @@ def keep_top_k(logits: torch.Tensor, *k: int) -> list[list[int]]:
 
 def keep_top_p(logits: torch.Tensor, *p: float) -> list[list[int]]:
     return kept(processors.keep_top_p(logits, torch.tensor(p, dtype=torch.float64)))
+
+
+def test_rows_that_ask_for_nothing_are_not_copied() -> None:
+    logits, ones = torch.randn(2, 9), np.ones(2, np.float32)
+    nothing = RowFilters(ones, np.zeros(2, np.int64), np.ones(2), np.zeros(2))
+    assert filter_logits(logits, nothing) is logits
+    warmer = filter_logits(logits, dataclasses.replace(nothing, temperature=2 * ones))
+    assert torch.equal(warmer, logits / 2)
 
 
 def test_top_k_ties_go_to_the_lower_id() -> None:

@@ -30,7 +30,7 @@ class Device[Ticket](Protocol):
     """Runs plans in the order of their launch."""
 
     def launch(self, plan: StepPlan, /) -> Ticket:
-        """Start a step and return at once. An exception means that it did not start."""
+        """Start a step, or queue it until it is waited for, and return at once. An exception: it will not run."""
         ...
 
     def wait(self, ticket: Ticket, /) -> StepResult:

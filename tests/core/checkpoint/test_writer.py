@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deepinfer_core.checkpoint.fingerprint import weights_fingerprint
-from deepinfer_core.checkpoint.folder import INDEX_NAME, open_checkpoint
+from deepinfer_core.checkpoint.folder import INDEX_NAME, SINGLE_SHARD_NAME, open_checkpoint
 from deepinfer_core.checkpoint.loader import load_model_weights
 from deepinfer_core.checkpoint.manifest import manifest
 from deepinfer_core.checkpoint.random_weights import random_weights
@@ -80,6 +80,13 @@ def test_shards_keep_to_their_size_and_a_weight_stays_with_its_scale(small: Path
             assert index["weight_map"][name.removesuffix("scale") + "weight"] == file
     assert max(sizes.values()) <= 40_000
     assert index["metadata"]["total_size"] == sum(sizes.values())
+
+
+def test_one_shard_needs_no_index_and_an_earlier_one_goes(small: Path) -> None:
+    weights = load_model_weights(small, small_config(), progress=False)
+    write_checkpoint(small, weights, small_json())
+    assert not (small / INDEX_NAME).exists()
+    assert [header.path.name for header in open_checkpoint(small, small_config()).headers] == [SINGLE_SHARD_NAME]
 
 
 def test_a_weight_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepinfer_core.checkpoint import released_names as names
-from deepinfer_core.checkpoint.folder import INDEX_NAME
+from deepinfer_core.checkpoint.folder import INDEX_NAME, SINGLE_SHARD_NAME
 from deepinfer_core.checkpoint.manifest import TensorSpec, manifest
 from deepinfer_core.checkpoint.quantize import quantize_fp4, quantize_fp8_blocks
 from deepinfer_core.checkpoint.weights import AttentionWeights, EngramWeights, LayerWeights, ModelWeights
@@ -42,6 +42,8 @@ def write_checkpoint(
 ) -> None:
     """Write `weights` (all experts, all Engram rows) and the root object of their config.json into `folder`.
 
+    Weights that fit one shard become `model.safetensors` without an index, as other programs write them.
+
     `tokenizer_folder`: where tokenizer.json, tokenizer_config.json and generation_config.json are copied from, where
     present. Raises ConfigError for a config that is not valid and CheckpointError for weights that lack a tensor of its
     manifest, have another shape, or hold values that are not finite; a config with vision layers needs tensors that
@@ -59,11 +61,14 @@ def write_checkpoint(
     shards = _split(specs, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE_SHARD_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(folder / file, _encoded(shard, values))
         weight_map |= {spec.name: file for spec in shard}
-    metadata = {"total_size": sum(spec.num_bytes for spec in specs)}
-    _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    if len(shards) == 1:
+        (folder / INDEX_NAME).unlink(missing_ok=True)  # one of an earlier checkpoint here would be believed
+    else:
+        metadata = {"total_size": sum(spec.num_bytes for spec in specs)}
+        _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(folder / "config.json", config_json)
     if tokenizer_folder is not None:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -119,7 +119,7 @@ def test_usage_ends_with_the_stop_sequence_whatever_a_step_brought(tiny_llm: LLM
 @pytest.mark.bad_input
 def test_images_are_refused(tiny_llm: LLM) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-    with pytest.raises(RequestError, match="images .1.; this version reads text only"):
+    with pytest.raises(RequestError, match="this version reads text only"):
         tiny_llm.chat([{"role": "user", "content": [{"type": "text", "text": "Hi"}, image]}], GREEDY)
 
 

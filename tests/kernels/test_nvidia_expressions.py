@@ -73,23 +73,45 @@ def test_eight_codes_become_bf16_in_their_order(ops: SimpleNamespace) -> None:
     np.testing.assert_array_equal(values, VALUES[codes_of(words)])
 
 
-@pytest.mark.parametrize("exponent", [6, 0, -5, -6, -7, -8])
-def test_eight_codes_become_e4m3_with_a_power_of_two(ops: SimpleNamespace, exponent: int) -> None:
+@pytest.mark.parametrize("exponent", [2, 0, -5, -13, -14, -15])
+def test_eight_codes_become_e5m2_with_a_power_of_two(ops: SimpleNamespace, exponent: int) -> None:
     words = code_words()
-    low, high = ops.fp4.e4m3_table(exponent)
-    found = np.stack(ops.fp4.e4m3_of_codes(words, np.uint32(low), np.uint32(high)), -1)  # [n, 2]
-    values = torch.from_numpy(found.view(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    low, high = ops.fp4.e5m2_table(exponent)
+    found = np.stack(ops.fp4.octets_of_codes(words, np.uint32(low), np.uint32(high)), -1)  # [n, 2]
+    values = torch.from_numpy(found.view(np.uint8)).view(torch.float8_e5m2).float().numpy()
     np.testing.assert_array_equal(values, VALUES[codes_of(words)] * np.float32(2.0**exponent))
 
 
-def test_a_power_that_e4m3_cannot_hold_counts_as_zero(ops: SimpleNamespace) -> None:
+def test_a_power_that_e5m2_cannot_hold_counts_as_zero(ops: SimpleNamespace) -> None:
     tables = {below: (low, high) for below, low, high in ops.indexer.TABLES}
     assert sorted(tables) == list(range(len(tables)))
     last = max(tables)
     assert tables[last] == (0, 0)
-    smallest = ops.fp4.e4m3_table(ops.indexer.HEADROOM - (last - 1))
-    assert tables[last - 1] == smallest
-    assert smallest[0] >> 8 & 0xFF == 1  # half of the unit is e4m3's smallest number
+    halves = [first >> 8 & 0xFF for first, _ in tables.values()]  # bytes of the least magnitude
+    assert halves[last - 1] == 1  # e5m2's smallest number
+    assert halves == sorted(halves, reverse=True)
+    assert len(set(halves)) == len(halves)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 256, 512])
+def test_no_dot_product_of_encoded_vectors_leaves_f16(dim: int) -> None:
+    from deepinfer_kernels_nvidia.ops.index_queries import query_headroom
+
+    largest_key = max(
+        torch.tensor([first, second], dtype=torch.uint32).view(torch.float8_e5m2).float().max().item()
+        for _, first, second in import_module("deepinfer_kernels_nvidia.ops.indexer").TABLES
+    )
+    assert dim * largest_key * 2.0 ** (query_headroom(dim) + 1) <= torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_queries_lie_as_a_lane_decodes_its_words_of_a_key(dim: int) -> None:
+    """mma's 8-bit operand: register h of a step has bytes 16 h + 4 t + i of its 32 in lane t (PTX, m16n8k32)."""
+    from deepinfer_kernels_nvidia.ops.index_queries import value_at
+
+    words_of_lanes = np.arange(dim).reshape(4, -1, 2, 4)  # [lane, word, register, byte]: each lane a run of the codes
+    operand = words_of_lanes.transpose(1, 2, 0, 3).ravel()  # [step, register, lane, byte]
+    assert [value_at(place, dim) for place in range(dim)] == operand.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -124,7 +124,7 @@ def _attention(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
         for candidate_block in (None, c.candidate_block_size):
             shape = (c.index_n_heads, c.index_head_dim, _BLOCK_TOKENS // ratio, candidate_block)
             yield "index_scores", ("index_scores", shape)
-    yield "index_scores", ("encode_queries", (c.index_head_dim, "bfloat16"))
+    yield "index_scores", ("encode_queries", (c.index_n_heads, c.index_head_dim, "bfloat16"))
     yield "select_entries", ("top_k", (c.index_topk, 4, False))
     yield "candidate_blocks", ("block_best", (c.candidate_block_size,))
     yield "candidate_blocks", ("top_k", (c.candidate_topk_blocks, 1, True))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T
 
-__all__ = ["HALF_BIAS", "bf16_of_codes", "byte_permute", "e4m3_of_codes", "e4m3_table", "half_of_code"]
+__all__ = ["HALF_BIAS", "bf16_of_codes", "byte_permute", "e5m2_table", "half_of_code", "octets_of_codes"]
 
 HALF_BIAS = 2.0**14
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,14 +39,16 @@ def byte_permute(low: Any, high: Any, selector: Any) -> Any:
     return T.call_extern("uint32", "__byte_perm", low, high, selector)
 
 
-def e4m3_table(exponent: int) -> tuple[int, int]:
-    """Bytes of e4m3 for the eight magnitudes times 2^exponent, the first lowest, in two words."""
+def e5m2_table(exponent: int) -> tuple[int, int]:
+    """Bytes of e5m2 for the eight magnitudes times 2^exponent, the first lowest, in two words."""
     values = torch.tensor(MAGNITUDES) * 2.0**exponent
-    return _two_words(values.to(torch.float8_e4m3fn).view(torch.uint8))
+    return _two_words(values.to(torch.float8_e5m2).view(torch.uint8))
 
 
-def e4m3_of_codes(word: Any, low: Any, high: Any) -> list[Any]:
-    """Two words of four e4m3: the codes of a uint32 word in their order, through a table of their magnitudes."""
+def octets_of_codes(word: Any, low: Any, high: Any) -> list[Any]:
+    """Two words of four bytes: the codes of a uint32 word in their order, through a table of their magnitudes; the sign
+    becomes the top bit.
+    """
     magnitudes = word & T.uint32(_MAGNITUDE_BITS)
     return [byte_permute(low, high, magnitudes >> (16 * half)) | _signs(word, half) for half in range(2)]
 

@@ -2,18 +2,24 @@
 # pyright: basic, reportInvalidTypeForm=false
 """Index scores over packed FP4 keys (model.md 2.4): s_j = sum_h w_h relu(iq_h . ik_j), -inf where not to be selected.
 
-    queries    [128 rows x heads, Di] e4m3, a power of two taken out of each and put into its weight
-    keys       units of records --bulk copy--> 128 records --decode--> [128, Di] e4m3, a power of two taken out of each
-    product    keys x queries^T  (wgmma in fp8);  then relu, weights, sum over the heads of a row, times the key's power
+    keys       units of records --bulk copy--> 64 records --decode--> A operand of the first product, in registers:
+               [64, Di] e5m2, a power of two taken out of each key
+    queries    B operand, in shared memory: [columns, Di] e5m2, a column for a head of a row (index_queries)
+    dots       keys x queries^T        wgmma in fp8, float32 sums in registers
+    sums       relu(dots) x weights    mma in f16: where wgmma leaves a sum, the next mma wants its A operand
+    score      sum x factor of the row x power of the key
 
-Both sides are e2m1 values with a power of two for each 32, so e4m3 holds them exactly as long as the powers of one
-vector span no more than 2^14 (keys) or 2^13 (queries); what is smaller is below the rounding of the product.
+Keys and queries are e2m1 values with a power of two for each 32, so e5m2 holds them exactly as long as the powers of
+one vector span no more than 2^17 (keys) or 2^16 (queries); what is smaller is below the rounding of the product. A dot
+product is rounded to the 11 bits of f16 before it is weighted, the original's to 8 bits. It cannot overflow.
 
-A block of threads has a group of query rows (128 / heads of them) and a run of cache blocks. It lists units to score:
-whole cache blocks, or, where candidates are given, the parts of them that hold a candidate of some row. Rows of one
-request stand together and share their blocks, so a unit mostly is listed once; another block number in the group lists
-it again. A unit is scored for all rows of the group, which keep what is theirs: a row's bits depend neither on the list
-nor on the row's place in the group.
+A block of threads has a group of query rows and a run of cache blocks. It lists units to score: up to 64 entries of a
+cache block, or, where candidates are given, the parts of it that hold a candidate of some row. Rows of one request
+stand together and share their blocks, so a unit mostly is listed once; another block number in the group lists it
+again. A unit is scored for all rows of the group, and `shown` says whose scores they are: a row's bits depend neither
+on the list nor on the row's place in the group.
+
+    warp    16 keys of a tile    lane 4 g + t: keys g and g + 8, of each the t-th fourth of its words
 """
 
 from dataclasses import dataclass
@@ -23,19 +29,37 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
-from deepinfer_kernels_nvidia.ops.fp4 import e4m3_of_codes, e4m3_table
+from deepinfer_kernels_nvidia.ops.fp4 import e5m2_table, octets_of_codes
+from deepinfer_kernels_nvidia.ops.index_queries import (
+    LANES,
+    MOST_COLUMNS,
+    STEP,
+    encode_queries_program,
+    group_shape,
+)
 
 __all__ = ["IndexBlocks", "index_scores", "plan_index"]
 
-COLUMNS = 128  # rows * heads of a group
-_KEYS = 128  # of a tile
-_RUN_KEYS = 4096  # that one block of threads walks at most, for one load of its queries
-_STAGES = 3  # tiles under way to shared memory
-_THREADS = 256
-_GROUP = 32  # values that share a scale
-HEADROOM = 6  # keys: the largest code, 6, becomes 6 * 2^6, below e4m3's 448
-_QUERY_HEADROOM = 7  # queries: the largest magnitude lies in [2^7, 2^8)
-_SPAN = 15  # of powers; a group this far below the largest of its key counts as zero
+_KEYS = 64  # of a tile: the rows of one wgmma
+_WARP_KEYS = 16
+_RUN_KEYS = 2048  # that one block of threads walks at most, for one load of its queries
+_CANDIDATE_RUN_KEYS = 4096
+_STAGES = 4  # tiles under way to shared memory
+_THREADS, _WARP = 128, 32  # one warp group
+_BLOCKS = 4  # of threads on a multiprocessor: one decodes and sums while others multiply
+_HEADROOM = 2  # keys: the largest code, 6, becomes 6 * 2^2
+_SPAN = 18  # of powers; a group this far below the largest of its key counts as zero
+_DEFINITIONS = """
+#include <tl_templates/cuda/copy_sm90.h>
+static __device__ __forceinline__ unsigned relu_pair(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+"""
+
+# below -> magnitudes of e2m1 times 2^(_HEADROOM - below) in e5m2, two words
+TABLES = tuple((below, *(e5m2_table(_HEADROOM - below) if below < _SPAN else (0, 0))) for below in range(_SPAN + 1))
 
 
 @dataclass(frozen=True)
@@ -48,87 +72,36 @@ class IndexBlocks:
 
 
 def unit_entries(record: int, entries: int, candidate_block: int | None) -> int:
-    """Entries that are scored or left out together: a cache block, or the least part of it that holds whole candidate
-    blocks and whole 16-byte units. 0 where there is none.
+    """Entries that are fetched together, in whole 16-byte units, no more than a tile holds: the largest part of a cache
+    block, or the least that holds whole candidate blocks. 0 where there is none.
     """
-    if candidate_block is None:
-        return entries if entries * record % 16 == 0 else 0
-    sizes = range(candidate_block, entries + 1, candidate_block)
-    return next((size for size in sizes if entries % size == 0 and size * record % 16 == 0), 0)
+    sizes = range(min(entries, _KEYS), 0, -1)
+    if candidate_block is not None:
+        step = min(candidate_block, _KEYS)
+        sizes = range(step, min(entries, _KEYS) + 1, step)
+    return next((size for size in sizes if entries % size == 0 == size * record % 16 and _KEYS % size == 0), 0)
 
 
-def _piece_entries(record: int, unit: int) -> int:
-    """Entries in a row of the cache as the bulk copy engine sees it: at most 256 words, whole 16-byte units."""
-    sizes = range(unit, 0, -1)
-    return next(size for size in sizes if unit % size == 0 and size * record % 16 == 0 and size * record <= 1024)
-
-
-# below -> magnitudes of e2m1 times 2^(HEADROOM - below) in e4m3, two words
-TABLES = tuple((below, *(e4m3_table(HEADROOM - below) if below < _SPAN else (0, 0))) for below in range(_SPAN + 1))
-
-
-def _slot(pieces: int, piece_words: int) -> tuple[int, int]:
-    """Rows and words of shared memory for a unit, padded to 128 bytes: where a bulk copy of a tensor may start."""
-    if pieces == 1:
-        return 1, -(-piece_words // 32) * 32
-    rows = next(rows for rows in range(pieces, pieces + 32) if rows * piece_words % 32 == 0)
-    return rows, piece_words
-
-
-@program
-def encode_queries_program(dim: int, weight_dtype: str):
-    """iq [vectors, dim] bf16 -> e4m3 codes; weights [vectors] times the power that was taken out."""
-    vectors = T.dynamic("vectors")
-    tile = 32
-
-    @T.prim_func
-    def encode_queries(
-        iq: T.Tensor((vectors, dim), "bfloat16"),
-        weights: T.Tensor((vectors,), weight_dtype),
-        codes: T.Tensor((vectors, dim), "float8_e4m3fn"),
-        scaled: T.Tensor((vectors,), "float32"),
-    ):
-        with T.Kernel(T.ceildiv(vectors, tile), threads=128) as block:
-            value = T.alloc_fragment((tile, dim), "float32")
-            largest = T.alloc_fragment((tile,), "float32")
-            power = T.alloc_fragment((tile,), "float32")
-            for i, d in T.Parallel(tile, dim):
-                value[i, d] = T.cast(iq[T.min(block * tile + i, vectors - 1), d], "float32")
-            T.reduce_absmax(value, largest, dim=1)
-            for i in T.Parallel(tile):
-                bounded = T.min(T.max(largest[i], T.float32(2.0**-100)), T.float32(2.0**100))
-                power[i] = T.reinterpret(T.reinterpret(bounded, "int32") & 0x7F800000, "float32")
-            for i, d in T.Parallel(tile, dim):
-                if block * tile + i < vectors:
-                    codes[block * tile + i, d] = value[i, d] * (2.0**_QUERY_HEADROOM / power[i])
-            for i in T.Parallel(tile):
-                if block * tile + i < vectors:
-                    scaled[block * tile + i] = (
-                        T.cast(weights[block * tile + i], "float32") * power[i] * 2.0**-_QUERY_HEADROOM
-                    )
-
-    return encode_queries
-
-
-@program(tl__disable_thread_storage_sync=True, tl__disable_buffer_init_check=True)  # barriers are placed by hand
-def index_scores_program(heads: int, dim: int, entries: int, candidate_block: int | None):
-    """codes [rows * heads, dim], cache in pieces -> scores [rows, blocks * entries]."""
-    rows, num_blocks, cache_pieces = T.dynamic("rows"), T.dynamic("num_blocks"), T.dynamic("cache_pieces")
-    num_marks, vectors = T.dynamic("num_marks"), T.dynamic("vectors")
-    group = COLUMNS // heads
-    record = dim // 2 + dim // _GROUP
-    parts = _THREADS // _KEYS  # threads that decode one key
-    words = dim // 8 // parts  # of eight codes, in one thread
-    scales, own_scales = dim // _GROUP, max(words * 8 // _GROUP, 1)
+@program(
+    tensor_memory=True,
+    tl__disable_thread_storage_sync=True,  # barriers are placed by hand
+    tl__disable_buffer_init_check=True,
+    tl__disable_safe_memory_legalize=True,  # and so are bounds
+)
+def index_scores_program(heads: int, dim: int, entries: int, candidate_block: int | None, tensor_memory: bool = False):
+    """Groups of queries (index_queries), cache of records -> scores [rows, blocks * entries]."""
+    rows, num_blocks, cache_rows = T.dynamic("rows"), T.dynamic("num_blocks"), T.dynamic("cache_rows")
+    num_marks, groups = T.dynamic("num_marks"), T.dynamic("groups")
+    group, columns = group_shape(heads)
+    record = dim // 2 + dim // STEP
+    steps = words = scales = dim // STEP  # of the product; words of eight codes of a key in a lane
     unit = unit_entries(record, entries, candidate_block)
-    in_tile = _KEYS // unit  # units of a tile
-    piece = _piece_entries(record, unit)
-    pieces, piece_words = unit // piece, piece * record // 4
-    slot = _slot(pieces, piece_words)  # shape of a unit in shared memory
-    slot_bytes = slot[0] * slot[1] * 4
-    run = max(_RUN_KEYS // entries // max(group // 8, 1), 1)  # cache blocks
+    in_tile, unit_bytes = _KEYS // unit, unit * record
+    run = max((_RUN_KEYS if candidate_block is None else _CANDIDATE_RUN_KEYS) // entries, 1)  # cache blocks
     run_units = run * entries // unit
-    marks_a_unit = 1 if candidate_block is None else unit // candidate_block
+    part = min(unit, candidate_block or unit)  # entries that are shown to a row or not
+    parts, marked = unit // part, candidate_block or part
+    has_wgmma = not tensor_memory  # SM100's own product would need the sums in tensor memory: there it is left to mma
 
     @T.macro
     def fill_table(table, thread):
@@ -155,101 +128,188 @@ def index_scores_program(heads: int, dim: int, entries: int, candidate_block: in
                 leader[b, g] = found
 
     @T.macro
-    def list_units(candidates, first_row, first_block, thread, leader, listed, num_listed):
-        """listed: unit of the run * group + leader, in any order."""
+    def list_units(candidates, blocks, first_row, first_block, thread, leader, listed, source, shown, num_listed):
+        """Units that some row wants, in any order: number in the run, first entry in the cache, bits of the rows."""
         wanted = T.alloc_var("int32")
+        bits = T.alloc_local((parts,), "int32")
         for i in T.serial(T.ceildiv(run_units * group, _THREADS)):
-            u, g = (i * _THREADS + thread) // group, (i * _THREADS + thread) % group
+            g, u = (i * _THREADS + thread) // run_units, (i * _THREADS + thread) % run_units
             b = u * unit // entries
-            if u < run_units:
+            if g < group and leader[b, g] == g:
                 wanted = 0
-                if leader[b, g] == g:
-                    if candidate_block is None:
-                        wanted = 1
-                    else:
-                        for r in T.serial(g, group):
-                            if leader[b, r] == g:
-                                for m in T.unroll(marks_a_unit):
-                                    mark = (first_block * entries + u * unit) // candidate_block + m
-                                    if mark < num_marks:
-                                        wanted = wanted | T.cast(candidates[first_row + r, mark], "int32")
+                for m in T.unroll(parts):
+                    bits[m] = 0
+                    mark = (first_block * entries + u * unit + m * part) // marked
+                    for r in T.unroll(group):
+                        if leader[b, r] == g:
+                            if candidate_block is None:
+                                bits[m] = bits[m] | (1 << r)
+                            elif mark < num_marks:
+                                bits[m] = bits[m] | (T.cast(candidates[first_row + r, mark], "int32") << r)
+                    wanted = wanted | bits[m]
                 if wanted != 0:
-                    listed[T.atomic_add(num_listed[0], 1, return_prev=True)] = u * group + g
+                    place = T.atomic_add(num_listed[0], 1, return_prev=True)
+                    listed[place] = u
+                    source[place] = T.max(blocks[first_row + g, first_block + b], 0) * entries + u * unit % entries
+                    for m in T.unroll(parts):
+                        shown[place, m] = T.cast(bits[m], "uint8")
 
     @T.macro
-    def fetch(cache, blocks, listed, num_listed, first_row, first_block, p, stage, raw, full):
-        for i in T.unroll(in_tile):
-            item = listed[T.min(p * in_tile + i, num_listed[0] - 1)]
-            u, g = item // group, item % group
-            block = T.max(blocks[first_row + g, first_block + u * unit // entries], 0)
-            first = block * (entries // piece) + u * unit % entries // piece
-            T.tma_copy(cache[first : first + pieces, :], raw[stage, i, 0:pieces, 0:piece_words], barrier=full[stage])
-        if T.get_thread_binding() == 0:
-            T.barrier_arrive(full[stage])
+    def hide(scores, first_row, first_block, thread, leader):
+        """-inf where a row sees nothing of a block; everywhere, where candidates may leave gaps."""
+        for i in T.serial(T.ceildiv(group * run * entries // 4, _THREADS)):
+            g, column = (i * _THREADS + thread) * 4 // (run * entries), (i * _THREADS + thread) * 4 % (run * entries)
+            b = column // entries
+            is_hidden = leader[b, g] < 0 or candidate_block is not None
+            if g < group and first_row + g < rows and first_block + b < num_blocks and is_hidden:
+                for v in T.vectorized(4):
+                    scores[first_row + g, first_block * entries + column + v] = -T.infinity("float32")
 
     @T.macro
-    def decode(raw, stage, key, half, table, buffer, keys, power, code, exponent, out):
-        """One half of a key: e2m1 codes times the powers of their groups, relative to the largest of the key."""
-        record_of = T.view(raw, (_STAGES, in_tile * slot_bytes), "uint8")
-        start = key // unit * slot_bytes + key % unit * record
-        for i in T.vectorized(4 * words):
-            code[i] = record_of[stage, start + half * 4 * words + i]
-        first_scale = start + dim // 2
+    def load(to, start, barrier, num_bytes):
+        """Bulk copy to shared memory; whole 16-byte units."""
+        T.call_extern("handle", "tl::tma_load", T.access_ptr(to, "w"), T.access_ptr(start, "r"), barrier, num_bytes)
+
+    @T.macro
+    def fetch(cache, source, last, p, thread, raw, full):
+        """The units of tile p, each by a lane of the first warp."""
+        if thread < _WARP:
+            if thread == 0:
+                T.mbarrier_arrive_expect_tx(full[p % _STAGES], in_tile * unit_bytes)
+            if in_tile > 1:
+                T.sync_warp()
+            if thread < in_tile:
+                first = T.cast(source[T.min(p * in_tile + thread, last)], "int64")
+                load(raw[p % _STAGES, thread * unit_bytes], cache[first, 0], full[p % _STAGES], unit_bytes)
+
+    @T.macro
+    def decode(raw, stage, key, lane, table, code, scale, side, power, a):
+        """The lane's codes of a key, times the powers of their groups, relative to the largest of the key."""
         largest = T.alloc_var("int32")
+        for i in T.vectorized(4 * words):
+            code[i] = raw[stage, key * record + lane * 4 * words + i]
+        for s in T.vectorized(scales):
+            scale[s] = raw[stage, key * record + dim // 2 + s]
         largest = 0
         for s in T.unroll(scales):
-            largest = T.max(largest, T.cast(record_of[stage, first_scale + s], "int32"))
-        for s in T.unroll(own_scales):
-            exponent[s] = T.cast(record_of[stage, first_scale + half * words * 8 // _GROUP + s], "int32")
-        if half == 0:
-            power[buffer, key] = T.reinterpret(largest << 23, "float32") * T.float32(2.0**-HEADROOM)
+            largest = T.max(largest, T.cast(scale[s], "int32"))
+        power[side] = T.reinterpret(largest << 23, "float32") * T.float32(2.0**-_HEADROOM)
         word = T.view(code, (words,), "uint32")
         for w in T.unroll(words):
-            below = T.min(largest - exponent[w * 8 // _GROUP], _SPAN)
-            first, second = e4m3_of_codes(word[w], table[below, 0], table[below, 1])
-            out[2 * w] = first
-            out[2 * w + 1] = second
-        value = T.view(out, (8 * words,), "float8_e4m3fn")
-        for c in T.unroll(words // 2):
-            for v in T.vectorized(16):
-                keys[buffer, key, half * 8 * words + c * 16 + v] = value[c * 16 + v]
+            own = T.cast(raw[stage, key * record + dim // 2 + (lane * words + w) * 8 // STEP], "int32")
+            below = T.min(largest - own, _SPAN)
+            first, second = octets_of_codes(word[w], table[below, 0], table[below, 1])
+            a[4 * w + side] = first
+            a[4 * w + 2 + side] = second
+
+    @T.macro
+    def multiply(a, queries, descriptor, dots, pair, lane, octet):
+        """dots = keys x queries^T, [4 n + 2 side + c]: columns 8 n + 2 lane + c of the key of this side."""
+        if has_wgmma:
+            T.warpgroup_fence_operand(a, num_regs=4 * steps)
+            T.warpgroup_fence_operand(dots, num_regs=columns // 2)
+            T.warpgroup_arrive()
+            for s in T.unroll(steps):
+                operands = ("e5m2", "e5m2", "fp32", a.data, 4 * s, descriptor.data, 2 * s * columns, dots.data, 0)
+                adds = T.if_then_else(s > 0, 1, 0)
+                T.ptx_wgmma_rs("float32", f"m{_KEYS}n{columns}k{STEP}", True, *operands, adds, 1, 1)
+            T.warpgroup_commit_batch()
+            T.warpgroup_wait(0)
+            T.warpgroup_fence_operand(dots, num_regs=columns // 2)
+            T.warpgroup_fence_operand(a, num_regs=4 * steps)
+        else:
+            word = T.view(queries, (2 * steps, columns, LANES), "uint32")
+            for n in T.unroll(columns // 8):
+                for c in T.unroll(4):
+                    dots[4 * n + c] = T.float32(0)
+                for s in T.unroll(steps):
+                    for h in T.unroll(2):
+                        pair[h] = word[2 * s + h, 8 * n + octet, lane]
+                    operands = ("e5m2", "e5m2", "fp32", a.data, 4 * s, pair.data, 0, dots.data, 4 * n)
+                    T.ptx_mma("float32", f"m16n8k{STEP}", "row", "col", *operands, T.bool(False))
+
+    @T.macro
+    def sum_heads(dots, pairs, weight, sums):
+        """sums[2 side + c]: row 2 lane + c of the group, in two chains of products."""
+        for i in T.unroll(8):
+            sums[i] = T.float32(0)
+        for i in T.unroll(columns // 4):
+            pairs[i] = T.call_extern("uint32", "relu_pair", dots[2 * i], dots[2 * i + 1])
+        for s in T.unroll(columns // 16):
+            operands = ("fp16", "fp16", "fp32", pairs.data, 4 * s, weight.data, 2 * s, sums.data, 4 * (s % 2))
+            T.ptx_mma("float32", "m16n8k16", "row", "col", *operands, T.bool(False))
+        for i in T.unroll(4):
+            sums[i] += sums[4 + i]
+
+    @T.macro
+    def write(scores, listed, shown, last, p, key, lane, sight, factor, first_row, first_entry, sums, power):
+        for side in T.unroll(2):
+            j = key + 8 * side
+            place = T.min(p * in_tile + j // unit, last)
+            entry = first_entry + listed[place] * unit + j % unit
+            bits = T.cast(shown[place, j % unit // part], "int32")
+            for c in T.unroll(2):
+                r = 2 * lane + c
+                if (bits >> r) & 1 != 0:
+                    score = sums[2 * side + c] * (factor[c] * power[side])
+                    if candidate_block is None:
+                        scores[first_row + r, entry] = T.if_then_else(entry < sight[c], score, -T.infinity("float32"))
+                    elif entry < sight[c]:
+                        scores[first_row + r, entry] = score
 
     @T.prim_func
     def index_scores(
-        codes: T.Tensor((vectors, dim), "float8_e4m3fn"),
-        weights: T.Tensor((vectors,), "float32"),
-        cache: T.Tensor((cache_pieces, piece_words), "int32"),
+        codes: T.Tensor((groups, dim * columns), "uint8"),
+        weights: T.Tensor((groups, columns), "float16"),
+        factors: T.Tensor((groups, group), "float32"),
+        cache: T.Tensor((cache_rows, record), "uint8"),
         blocks: T.Tensor((rows, num_blocks), "int32"),
         num_visible: T.Tensor((rows,), "int32"),
         candidates: T.Tensor((rows, num_marks), "uint8"),
         scores: T.Tensor((rows, num_blocks * entries), "float32"),
     ):
-        with T.Kernel(T.ceildiv(rows, group), T.ceildiv(num_blocks, run), threads=_THREADS) as (part, place):
-            T.annotate_min_blocks_per_sm(2)
-            queries = T.alloc_shared((COLUMNS, dim), "float8_e4m3fn")
-            keys = T.alloc_shared((2, _KEYS, dim), "float8_e4m3fn")
-            raw = T.alloc_shared((_STAGES, in_tile, *slot), "int32")
-            power = T.alloc_shared((2, _KEYS), "float32")
+        with T.Kernel(T.ceildiv(rows, group), T.ceildiv(num_blocks, run), threads=_THREADS) as (member, place):
+            T.annotate_min_blocks_per_sm(_BLOCKS if has_wgmma else _BLOCKS // 2)  # mma loads both operands
+            T.import_source(_DEFINITIONS)
+            queries = T.alloc_shared((dim * columns,), "uint8")
+            raw = T.alloc_shared((_STAGES, _KEYS * record), "uint8")
             table = T.alloc_shared((_SPAN + 1, 2), "uint32")
             sight = T.alloc_shared((group,), "int32")  # entries that each row of the group sees, 0 beyond the last row
             leader = T.alloc_shared((run, group), "int32")
             listed = T.alloc_shared((run_units * group,), "int32")
+            source = T.alloc_shared((run_units * group,), "int32")
+            shown = T.alloc_shared((run_units * group, parts), "uint8")
             num_listed = T.alloc_shared((1,), "int32")
             full = T.alloc_barrier([1] * _STAGES)
-            weight = T.alloc_fragment((COLUMNS,), "float32")
-            dots = T.alloc_fragment((_KEYS, COLUMNS), "float32")
-            weighted = T.alloc_fragment((_KEYS, group, heads), "float32")
-            score = T.alloc_fragment((_KEYS, group), "float32")
+            ready = T.alloc_barrier([1])
+            weight = T.alloc_local((columns // 8,), "uint32")  # B operand: row `octet`'s weights, zero at other rows'
+            weight_pair = T.alloc_local((2,), "float16")
+            dots = T.alloc_local((columns // 2,), "float32")
+            pairs = T.alloc_local((columns // 4,), "uint32")
+            sums = T.alloc_local((8,), "float32")
+            a = T.alloc_local((4 * steps,), "uint32")
+            pair = T.alloc_local((2,), "uint32")
             code = T.alloc_local((4 * words,), "uint8")
-            exponent = T.alloc_local((own_scales,), "int32")
-            out = T.alloc_local((2 * words,), "uint32")
+            scale = T.alloc_local((scales,), "uint8")
+            power = T.alloc_local((2,), "float32")  # of keys `key` and `key + 8`
+            factor = T.alloc_local((2,), "float32")  # of rows 2 lane and 2 lane + 1
+            own_sight = T.alloc_local((2,), "int32")
+            descriptor = T.alloc_wgmma_desc()
+            last = T.alloc_var("int32")
             thread = T.get_thread_binding()
-            key, half = thread % _KEYS, thread // _KEYS
-            first_row, first_block = part * group, place * run
-            for c, d in T.Parallel(COLUMNS, dim):
-                queries[c, d] = codes[T.min(first_row * heads + c, vectors - 1), d]
-            for c in T.Parallel(COLUMNS):
-                weight[c] = weights[T.min(first_row * heads + c, vectors - 1)]
+            lane, octet = thread % LANES, thread % _WARP // LANES
+            key = thread // _WARP * _WARP_KEYS + octet
+            first_row, first_block = member * group, place * run
+            if thread == 0:
+                T.mbarrier_arrive_expect_tx(ready[0], dim * columns)
+                load(queries[0], codes[member, 0], ready[0], dim * columns)
+            for s in T.unroll(columns // 16):
+                for h in T.unroll(2):
+                    for v in T.unroll(2):
+                        column = 16 * s + 8 * h + 2 * lane + v
+                        is_own = column // heads == octet
+                        weight_pair[v] = T.if_then_else(is_own, weights[member, column], T.float16(0))
+                    weight[2 * s + h] = T.view(weight_pair, (1,), "uint32")[0]
             fill_table(table, thread)
             if thread < group:
                 seen = T.if_then_else(first_row + thread < rows, num_visible[T.min(first_row + thread, rows - 1)], 0)
@@ -257,49 +317,33 @@ def index_scores_program(heads: int, dim: int, entries: int, candidate_block: in
             if thread == 0:
                 num_listed[0] = 0
             T.sync_threads()
+            for c in T.unroll(2):
+                factor[c] = factors[member, T.min(2 * lane + c, group - 1)]
+                own_sight[c] = sight[T.min(2 * lane + c, group - 1)]
             find_leaders(blocks, first_row, first_block, thread, sight, leader)
             T.sync_threads()
-            list_units(candidates, first_row, first_block, thread, leader, listed, num_listed)
-            for i in T.serial(run * group):
-                b, g = i // group, i % group
-                hidden = leader[b, g] < 0 or candidate_block is not None
-                if hidden and first_row + g < rows and thread < entries and first_block + b < num_blocks:
-                    scores[first_row + g, (first_block + b) * entries + thread] = -T.infinity("float32")
-            T.fence_proxy_async()
+            list_units(candidates, blocks, first_row, first_block, thread, leader, listed, source, shown, num_listed)
             T.sync_threads()
-            tiles = T.ceildiv(num_listed[0], in_tile)
+            last = num_listed[0] - 1
+            tiles = T.ceildiv(last + 1, in_tile)
             for p in T.serial(T.min(_STAGES, tiles)):
-                fetch(cache, blocks, listed, num_listed, first_row, first_block, p, p, raw, full)
+                fetch(cache, source, last, p, thread, raw, full)
+            hide(scores, first_row, first_block, thread, leader)
+            T.sync_threads()
+            T.mbarrier_wait_parity(ready[0], 0)
+            if has_wgmma:
+                T.initialize_wgmma_descriptor(descriptor, T.access_ptr(queries[0], "r"), 0, columns, 8)
             for p in T.serial(tiles):
-                stage, buffer = p % _STAGES, p % 2
-                T.mbarrier_wait_parity(full[stage], p // _STAGES % 2)
-                decode(raw, stage, key, half, table, buffer, keys, power, code, exponent, out)
-                T.fence_proxy_async()
+                T.mbarrier_wait_parity(full[p % _STAGES], p // _STAGES % 2)
+                for side in T.unroll(2):
+                    decode(raw, p % _STAGES, key + 8 * side, lane, table, code, scale, side, power, a)
                 T.sync_threads()
                 if p + _STAGES < tiles:
-                    fetch(cache, blocks, listed, num_listed, first_row, first_block, p + _STAGES, stage, raw, full)
-                T.gemm(
-                    keys[buffer, :, :],
-                    queries,
-                    dots,
-                    transpose_B=True,
-                    policy=T.GemmWarpPolicy.FullRow,
-                    clear_accum=True,
-                )
-                for j, r, h in T.Parallel(_KEYS, group, heads):
-                    weighted[j, r, h] = T.max(dots[j, r * heads + h], 0.0) * weight[r * heads + h]
-                T.reduce_sum(weighted, score, dim=2)
-                for j, r in T.Parallel(_KEYS, group):
-                    item = listed[T.min(p * in_tile + j // unit, num_listed[0] - 1)]
-                    u = item // group
-                    entry = first_block * entries + u * unit + j % unit
-                    if leader[u * unit // entries, r] == item % group:
-                        shown = entry < sight[r]
-                        if candidate_block is not None:
-                            shown = shown and candidates[first_row + r, entry // candidate_block] > 0
-                        scores[first_row + r, entry] = T.if_then_else(
-                            shown, score[j, r] * power[buffer, j], -T.infinity("float32")
-                        )
+                    fetch(cache, source, last, p + _STAGES, thread, raw, full)
+                multiply(a, queries, descriptor, dots, pair, lane, octet)
+                sum_heads(dots, pairs, weight, sums)
+                first_entry = first_block * entries
+                write(scores, listed, shown, last, p, key, lane, own_sight, factor, first_row, first_entry, sums, power)
 
     return index_scores
 
@@ -317,11 +361,9 @@ def index_scores(
     """
     rows, heads, dim = iq.shape
     entries = plan.entries_per_block
-    if iq.dtype != torch.bfloat16 or COLUMNS % heads:
+    if iq.dtype != torch.bfloat16 or MOST_COLUMNS % heads:
         raise KernelError(f"the index kernel takes bfloat16 and 1, 2, 4 .. 128 heads, not {iq.dtype} and {heads}")
-    record = cache.shape[1]
-    unit = unit_entries(record, entries, None if candidates is None else candidate_block)
-    if not unit or _KEYS % entries:
+    if not unit_entries(cache.shape[1], entries, None if candidates is None else candidate_block):
         raise KernelError(
             f"the index kernel takes blocks of 16, 32, 64 or 128 entries and candidate blocks that divide them, not "
             f"{entries} and {candidate_block}"
@@ -330,14 +372,19 @@ def index_scores(
     scores = torch.empty(rows, num_blocks * entries, dtype=torch.float32, device=iq.device)
     if not scores.numel():
         return scores
-    codes = torch.empty(rows * heads, dim, dtype=torch.float8_e4m3fn, device=iq.device)
-    scaled = torch.empty(rows * heads, dtype=torch.float32, device=iq.device)
-    encode_queries_program(dim, dtype_name(weights))(aligned(iq).flatten(0, 1), weights.flatten(), codes, scaled)
-    words = cache[: cache.shape[0] // entries * entries].flatten().view(torch.int32)
+    group, columns = group_shape(heads)
+    groups = -(-rows // group)
+    codes = torch.empty(groups, dim // 16, columns, 16, dtype=torch.float8_e5m2, device=iq.device)
+    scaled = torch.empty(groups, columns, dtype=torch.float16, device=iq.device)
+    factors = torch.empty(groups, group, dtype=torch.float32, device=iq.device)
+    encode_queries_program(heads, dim, dtype_name(weights))(
+        aligned(iq).flatten(0, 1), weights.flatten(), codes, scaled, factors
+    )
     index_scores_program(heads, dim, entries, None if candidates is None else candidate_block)(
-        codes,
+        codes.view(torch.uint8).view(groups, -1),
         scaled,
-        words.view(-1, _piece_entries(record, unit) * record // 4),
+        factors,
+        cache,
         plan.blocks,
         plan.num_visible,
         (plan.blocks[:, :0] if candidates is None else candidates.contiguous()).view(torch.uint8),

@@ -9,9 +9,13 @@ A score and its index form one 64-bit key, so no two keys are equal and k of the
 
 One block of threads a row. A digit's histogram tells in which bin the k-th key lies; keys in higher bins are in, keys
 in lower bins are out. As soon as the bin holds no more than CAPACITY keys they move to shared memory, and what remains
-of the digits costs nothing: scores are read twice, more often only where thousands of them are equal.
+of the digits costs nothing.
 
-    read 1   histogram of the first digit                 read 2   higher bins -> chosen, the bin -> candidates
+    sample   some lines of a long row -> a bound that about 2 k of its scores reach
+    read 1   what reaches the bound -> shared memory; if it is k scores at least and fits, only its digits are left
+    else     read 2: histogram of the first digit         read 3: higher bins -> chosen, the bin -> shared memory
+
+The sample decides what is read, never what is chosen.
 """
 
 import torch
@@ -26,6 +30,8 @@ _BINS = 2048
 _THREADS = 512
 _WARP = 32
 _LOADS = 4  # vectors that a thread has under way
+_LINE = 32  # scores of a sampled piece, 128 bytes
+_SAMPLE_RANK = 16  # of the bound in the sample, at least
 _VALUE_DIGITS, _DIGITS = 3, 6
 HIDDEN = 0x007FFFFF  # order-preserving bits of -inf
 _NO_INDEX = 0x7FFFFFFF
@@ -66,6 +72,8 @@ def top_k_program(k: int, vector: int, marks: bool):
     warps = _THREADS // _WARP
     places = 1 << (k - 1).bit_length()  # what a sorting network takes
     capacity = max(CAPACITY, places)
+    lanes = _LINE // vector  # threads on a sampled line
+    sampled = _LOADS * _THREADS // lanes  # lines
     out_shape, out_dtype = ((rows, units), "uint8") if marks else ((rows, k), "int64")
 
     @T.macro
@@ -130,6 +138,56 @@ def top_k_program(k: int, vector: int, marks: bool):
                 state[_IS_FOUND] = 1
 
     @T.macro
+    def start_digit(digit, thread, prefix, histogram):
+        prefix[_SHIFT] = T.cast(T.max(21 - digit % _VALUE_DIGITS * 11, 0), "uint32")
+        prefix[_DIGIT_MASK] = T.if_then_else(
+            digit % _VALUE_DIGITS == _VALUE_DIGITS - 1, T.uint32(_BINS // 2 - 1), T.uint32(_BINS - 1)
+        )
+        for i in T.unroll(bins_a_thread):
+            histogram[i * _THREADS + thread] = 0
+        T.sync_threads()
+
+    @T.macro
+    def bound(scores, row, thread, held, prefix, state, histogram, warp_total, found, own, inclusive, before, total):
+        """prefix: digits of a score that about 2 k of the row reach, by a sample; no digits where it has too few."""
+        stride = T.ceildiv(T.ceildiv(units, lanes), sampled)
+        state[_NEEDED] = T.max(2 * k // stride, _SAMPLE_RANK)
+        for u in T.unroll(_LOADS):
+            line = (u * _THREADS + thread) // lanes
+            unit = (line * stride + line % stride) * lanes + thread % lanes
+            for v in T.unroll(vector):
+                held[u, v] = -T.infinity("float32")
+            if unit < units:
+                for v in T.vectorized(vector):
+                    held[u, v] = scores[row, unit, v]
+        for digit in T.serial(2):
+            start_digit(digit, thread, prefix, histogram)
+            for u in T.unroll(_LOADS):
+                for v in T.unroll(vector):
+                    count(_ordered(held[u, v]), T.uint32(0), prefix, digit, histogram)
+            T.sync_threads()
+            find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, inclusive, before, total)
+            if total[0] >= state[_NEEDED]:
+                state[_NEEDED] = state[_NEEDED] - found[1]
+                prefix[_VALUE] = prefix[_VALUE] | (T.cast(found[0], "uint32") << prefix[_SHIFT])
+                prefix[_VALUE_MASK] = prefix[_VALUE_MASK] | (prefix[_DIGIT_MASK] << prefix[_SHIFT])
+
+    @T.macro
+    def gather(scores, row, thread, held, prefix, candidate, candidate_index, filled):
+        """What reaches the bound, as far as it fits; filled[1] counts all of it."""
+        for step in T.serial(T.ceildiv(units, _LOADS * _THREADS)):
+            load(scores, row, step, thread, held)
+            for u in T.unroll(_LOADS):
+                for v in T.unroll(vector):
+                    ordered = _ordered(held[u, v])
+                    if T.And(ordered >= prefix[_VALUE], ordered > T.uint32(HIDDEN)):
+                        place = T.atomic_add(filled[1], 1, return_prev=True)
+                        if place < capacity:
+                            candidate[place] = held[u, v]
+                            candidate_index[place] = ((step * _LOADS + u) * _THREADS + thread) * vector + v
+        T.sync_threads()
+
+    @T.macro
     def collect(scores, row, thread, held, prefix, chosen, candidate, candidate_index, filled):
         for step in T.serial(T.ceildiv(units, _LOADS * _THREADS)):
             load(scores, row, step, thread, held)
@@ -191,15 +249,38 @@ def top_k_program(k: int, vector: int, marks: bool):
             for i in T.serial(T.ceildiv(places, _THREADS)):
                 if i * _THREADS + thread < places:
                     chosen[i * _THREADS + thread] = _NO_INDEX
+            if not marks:
+                T.sync_threads()
+                if units * vector > capacity:
+                    bound(
+                        scores,
+                        row,
+                        thread,
+                        held,
+                        prefix,
+                        state,
+                        histogram,
+                        warp_total,
+                        found,
+                        own,
+                        inclusive,
+                        before,
+                        total,
+                    )
+                gather(scores, row, thread, held, prefix, candidate, candidate_index, filled)
+                state[_NEEDED] = k
+                state[_HELD] = filled[1]
+                least = T.if_then_else(prefix[_VALUE] == T.uint32(0), 0, k)  # without a bound all there is was taken
+                state[_IS_LIST] = T.if_then_else(T.And(filled[1] >= least, filled[1] <= capacity), 1, 0)
+                for i in T.unroll(4):
+                    prefix[i] = T.uint32(0)
+                T.sync_threads()
+                if thread == 0 and state[_IS_LIST] == 0:
+                    filled[1] = 0
+                T.sync_threads()
             for digit in T.serial(_DIGITS):
                 if state[_IS_FOUND] == 0:
-                    prefix[_SHIFT] = T.cast(T.max(21 - digit % _VALUE_DIGITS * 11, 0), "uint32")
-                    prefix[_DIGIT_MASK] = T.if_then_else(
-                        digit % _VALUE_DIGITS == _VALUE_DIGITS - 1, T.uint32(_BINS // 2 - 1), T.uint32(_BINS - 1)
-                    )
-                    for i in T.unroll(bins_a_thread):
-                        histogram[i * _THREADS + thread] = 0
-                    T.sync_threads()
+                    start_digit(digit, thread, prefix, histogram)
                     if state[_IS_LIST] == 1:
                         for i in T.serial(T.ceildiv(filled[1] - thread, _THREADS)):
                             place = i * _THREADS + thread

@@ -9,8 +9,8 @@ Each is made of blocks that take one row at a time, so rows are independent. On 
 results and were not faster (benchmarks/gpu/peers.py, docs/kernels.md), so there ours stay; on SM100, where ours never
 ran and theirs are at home, they are taken. **Never run by us there.** A shape that they do not take runs our kernel.
 
-Not bound: its rotary embedding (turns 64 dims in place, ours gives a new tensor), its expert choice (takes logits, ours
-is one with the product), its casts (other groups and scales than our records).
+Not bound: its rotary embedding (in place, as ours is), its expert choice (takes logits, ours is one with the product),
+its casts (other groups and scales than our records).
 """
 
 from __future__ import annotations

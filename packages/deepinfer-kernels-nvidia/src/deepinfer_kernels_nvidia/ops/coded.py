@@ -4,7 +4,8 @@
 
     rows      x [R, K] bf16 ─► x8 [R, K] e4m3, x_scale [R] the power of two that brings the largest |x| below 448
     weights   w8 [N, K] e4m3, w_scale [N] in the same way, made once
-    product   tiles of 128 values of K stream through shared memory into float32 registers; scales act at the end
+    product   tiles of 128 values of K stream through shared memory into float32 sums, which stand in registers, on
+              SM100 in tensor memory (never run; `tensor_memory`); scales act at the end
 
 One scale a row is as fine as one a group of 32: e4m3 covers 17 binades, and what lies below them adds nothing to a sum.
 Tensor cores take e4m3 twice as fast as bf16 and with half the bytes. Tiles are chosen as in `linear` (`tiling`): all
@@ -20,6 +21,7 @@ from torch import Tensor
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.coded import CodedWeight
 from deepinfer_kernels_nvidia.jit import T, aligned, program
+from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, is_streamed, read_sums
 from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS, few_columns, tile_columns
 
 __all__ = ["linear_coded", "run_experts_coded", "shared_expert_coded"]
@@ -28,6 +30,7 @@ _ROWS, _INNER, _STAGES, _THREADS = 128, 128, 3, 256
 _FEW_STAGES = 8  # of tiles for few rows: 16 kB each
 _TILE = 128  # slots of one expert
 _GATED_COLUMNS, _DOWN_COLUMNS = 128, 256
+_TENSOR_MEMORY_COLUMNS = 128
 _CHUNK = 16  # codes that one thread moves
 _CODERS, _VECTOR = 128, 8  # threads of a row that is coded, values that each takes at a time
 _LEAST, _LARGEST = 1e-4, 448.0
@@ -86,11 +89,12 @@ def code_rows_program(dim: int):
     return code_rows
 
 
-@program
-def matmul_coded_program(k: int, n: int, few: bool):
+@program(tensor_memory=True)
+def matmul_coded_program(k: int, n: int, few: bool, *, tensor_memory: bool = False):
     """x [rows, k], w [n, k] in e4m3 -> out [rows, n] bf16. `few`: tiles for few rows."""
     rows = T.dynamic("rows")
-    columns = few_columns(1, n) if few else tile_columns(1, n)
+    columns = _TENSOR_MEMORY_COLUMNS if tensor_memory else few_columns(1, n) if few else tile_columns(1, n)
+    few = few and not tensor_memory
     tile_rows, stages, threads = (64, _FEW_STAGES, 128) if few else (_ROWS, _STAGES, _THREADS)
 
     @T.prim_func
@@ -109,6 +113,8 @@ def matmul_coded_program(k: int, n: int, few: bool):
             out_tile = T.alloc_shared((tile_rows, columns), "bfloat16")
             total = T.alloc_fragment((tile_rows, columns), "float32")
             T.clear(total)
+            sums = T.alloc_tmem((tile_rows, columns), "float32") if tensor_memory else None
+            done = T.alloc_barrier(1) if tensor_memory else None
             for r in T.Parallel(tile_rows):
                 row_scale[r] = x_scale[T.min(bm * tile_rows + r, rows - 1)]
             for c in T.Parallel(columns):
@@ -116,7 +122,9 @@ def matmul_coded_program(k: int, n: int, few: bool):
             for i in T.Pipelined(T.ceildiv(k, _INNER), num_stages=stages):
                 T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, i * _INNER : (i + 1) * _INNER], x_tile)
                 T.copy(w[bn * columns : (bn + 1) * columns, i * _INNER : (i + 1) * _INNER], w_tile)
-                T.gemm(x_tile, w_tile, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                accumulate(x_tile, w_tile, total, sums, done, i == 0, transposed=True)
+            if tensor_memory:
+                read_sums(sums, total)
             for r, c in T.Parallel(tile_rows, columns):
                 total[r, c] = total[r, c] * row_scale[r] * column_scale[c]
             T.copy(total, out_tile)
@@ -155,14 +163,14 @@ def gather_coded_program(dim: int, choices: int):
     return gather_coded
 
 
-@program
-def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: bool):
+@program(tensor_memory=True)
+def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: bool, *, tensor_memory: bool = False):
     """x [rows, k] in tiles, w13 [experts, 2 width, k] -> act [rows, width] bf16; pairs' weights only where `routed`.
     `few`: tiles for few rows, not routed.
     """
     rows, tiles, pairs = T.dynamic("rows"), T.dynamic("tiles"), T.dynamic("pairs")
     tile_rows, columns, stages, threads = (
-        (64, 32, _FEW_STAGES, 128) if few else (_TILE, _GATED_COLUMNS, _STAGES, _THREADS)
+        (64, 32, _FEW_STAGES, 128) if few and not tensor_memory else (_TILE, _GATED_COLUMNS, _STAGES, _THREADS)
     )
 
     @T.prim_func
@@ -191,6 +199,11 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: boo
             expert = tile_expert[bm] if routed else 0
             T.clear(gate)
             T.clear(up)
+            gate_sums = T.alloc_tmem((tile_rows, columns), "float32") if tensor_memory else None
+            up_sums = T.alloc_tmem((tile_rows, columns), "float32") if tensor_memory else None
+            gate_done = T.alloc_barrier(1) if tensor_memory else None
+            up_done = T.alloc_barrier(1) if tensor_memory else None
+            steps = T.ceildiv(k, _INNER)
             for r in T.Parallel(tile_rows):
                 row_scale[r] = x_scale[T.min(bm * tile_rows + r, rows - 1)]
                 if routed:
@@ -202,13 +215,21 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: boo
             for c in T.Parallel(columns):
                 gate_scale[c] = w_scale[T.max(expert, 0), T.min(bn * columns + c, width - 1)]
                 up_scale[c] = w_scale[T.max(expert, 0), width + T.min(bn * columns + c, width - 1)]
-            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(k, _INNER), 0), num_stages=stages):
-                inner = i * _INNER
-                T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, inner : inner + _INNER], x_tile)
-                T.copy(w13[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], gate_tile)
-                T.copy(w13[expert, width + bn * columns : width + (bn + 1) * columns, inner : inner + _INNER], up_tile)
-                T.gemm(x_tile, gate_tile, gate, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                T.gemm(x_tile, up_tile, up, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+            if is_streamed(expert, tensor_memory):
+                for i in T.Pipelined(
+                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=stages
+                ):
+                    inner = i * _INNER
+                    T.copy(x[bm * tile_rows : (bm + 1) * tile_rows, inner : inner + _INNER], x_tile)
+                    T.copy(w13[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], gate_tile)
+                    T.copy(
+                        w13[expert, width + bn * columns : width + (bn + 1) * columns, inner : inner + _INNER], up_tile
+                    )
+                    accumulate(x_tile, gate_tile, gate, gate_sums, gate_done, i == 0, transposed=True)
+                    accumulate(x_tile, up_tile, up, up_sums, up_done, i == 0, transposed=True)
+                if tensor_memory:
+                    read_sums(gate_sums, gate)
+                    read_sums(up_sums, up)
             for r, c in T.Parallel(tile_rows, columns):
                 gate[r, c] = T.min(gate[r, c] * row_scale[r] * gate_scale[c], limit)
                 up[r, c] = T.min(T.max(up[r, c] * row_scale[r] * up_scale[c], -limit), limit)
@@ -219,11 +240,11 @@ def gated_coded_program(experts: int, k: int, width: int, routed: bool, few: boo
     return gated_coded
 
 
-@program
-def down_coded_program(experts: int, width: int, dim: int):
+@program(tensor_memory=True)
+def down_coded_program(experts: int, width: int, dim: int, *, tensor_memory: bool = False):
     """act [slots, width] in tiles, w2 [experts, dim, width] -> out [pairs, dim]; every pair stands in one slot."""
     slots, tiles, pairs = T.dynamic("slots"), T.dynamic("tiles"), T.dynamic("pairs")
-    columns = _DOWN_COLUMNS
+    columns = _TENSOR_MEMORY_COLUMNS if tensor_memory else _DOWN_COLUMNS
 
     @T.prim_func
     def down_coded(
@@ -245,16 +266,24 @@ def down_coded_program(experts: int, width: int, dim: int):
             total = T.alloc_fragment((_TILE, columns), "float32")
             expert = tile_expert[bm]
             T.clear(total)
+            sums = T.alloc_tmem((_TILE, columns), "float32") if tensor_memory else None
+            done = T.alloc_barrier(1) if tensor_memory else None
+            steps = T.ceildiv(width, _INNER)
             for r in T.Parallel(_TILE):
                 pair[r] = slot_pair[bm * _TILE + r]
                 row_scale[r] = act_scale[bm * _TILE + r]
             for c in T.Parallel(columns):
                 column_scale[c] = w_scale[T.max(expert, 0), T.min(bn * columns + c, dim - 1)]
-            for i in T.Pipelined(T.if_then_else(expert >= 0, T.ceildiv(width, _INNER), 0), num_stages=_STAGES):
-                inner = i * _INNER
-                T.copy(act[bm * _TILE : (bm + 1) * _TILE, inner : inner + _INNER], act_tile)
-                T.copy(w2[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], w_tile)
-                T.gemm(act_tile, w_tile, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+            if is_streamed(expert, tensor_memory):
+                for i in T.Pipelined(
+                    steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
+                ):
+                    inner = i * _INNER
+                    T.copy(act[bm * _TILE : (bm + 1) * _TILE, inner : inner + _INNER], act_tile)
+                    T.copy(w2[expert, bn * columns : (bn + 1) * columns, inner : inner + _INNER], w_tile)
+                    accumulate(act_tile, w_tile, total, sums, done, i == 0, transposed=True)
+                if tensor_memory:
+                    read_sums(sums, total)
             for r, c in T.Parallel(_TILE, columns):
                 total[r, c] = total[r, c] * row_scale[r] * column_scale[c]
             T.copy(total, out_tile)

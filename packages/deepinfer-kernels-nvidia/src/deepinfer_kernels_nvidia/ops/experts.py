@@ -23,7 +23,7 @@ from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
 from deepinfer_kernels_nvidia.ops.coded import run_experts_coded, shared_expert_coded
 from deepinfer_kernels_nvidia.ops.expert_slots import plan_slots
 from deepinfer_kernels_nvidia.ops.linear import linear
-from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, read_sums
+from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, is_streamed, read_sums
 from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS
 
 __all__ = ["ExpertTiles", "combine_experts", "plan_experts", "run_experts", "shared_expert"]
@@ -63,13 +63,6 @@ def gather_tiles_program(dim: int, choices: int):
                     )
 
     return gather_tiles
-
-
-def _streams(expert, tensor_memory: bool):
-    """Whether a tile's loop is entered. In tensor memory a loop takes a constant number of steps, so an unused tile
-    goes around it; in registers it is entered and takes none.
-    """
-    return expert >= 0 if tensor_memory else True
 
 
 def _gated_tile(few: bool) -> tuple[int, int, int, int, int]:
@@ -117,7 +110,7 @@ def gated_program(experts: int, k: int, width: int, routed: bool, few: bool, *, 
                     row_weight[r] = T.if_then_else(pair >= 0, weights[T.max(pair, 0)], 0.0)
                 else:
                     row_weight[r] = 1.0
-            if _streams(expert, tensor_memory):
+            if is_streamed(expert, tensor_memory):
                 for i in T.Pipelined(
                     steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=stages
                 ):
@@ -169,7 +162,7 @@ def down_program(experts: int, width: int, dim: int, *, tensor_memory: bool = Fa
             steps = T.ceildiv(width, _INNER)
             for r in T.Parallel(TILE):
                 pair[r] = slot_pair[bm * TILE + r]
-            if _streams(expert, tensor_memory):
+            if is_streamed(expert, tensor_memory):
                 for i in T.Pipelined(
                     steps if tensor_memory else T.if_then_else(expert >= 0, steps, 0), num_stages=_STAGES
                 ):

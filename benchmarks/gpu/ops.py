@@ -112,14 +112,18 @@ def cache_writes() -> Iterator[Case]:
         ("write_entries", HEAD_DIM, 288),
         ("write_index_keys", 128, 68),
     ):
-        for rows in (ROWS, 131_072):
+        for rows, run in ((ROWS, 1), (131_072, 1), (131_072, 128)):
 
-            def make(op: str = op, dim: int = dim, record: int = record, rows: int = rows) -> Callable[[], Any]:
+            def make(
+                op: str = op, dim: int = dim, record: int = record, rows: int = rows, run: int = run
+            ) -> Callable[[], Any]:
                 target = torch.zeros(CACHE_ROWS, record, dtype=torch.uint8, device="cuda")
-                where, keys = torch.randperm(CACHE_ROWS, device="cuda")[:rows], randn(rows, dim)
+                first = torch.randperm(CACHE_ROWS // run, device="cuda")[: rows // run] * run
+                where, keys = (first[:, None] + torch.arange(run, device="cuda")).flatten(), randn(rows, dim)
                 return lambda: TABLE[op](target, where, keys)
 
-            yield Case(op, f"{rows} rows", sets(make), rows * (2 * dim + record + 8))
+            order = "random" if run == 1 else f"in blocks of {run}"
+            yield Case(op, f"{rows} rows, {order}", sets(make), rows * (2 * dim + record + 8))
 
     def make_copy() -> Callable[[], Any]:
         target, order = cache(CACHE_ROWS, WINDOW, HEAD_DIM), torch.randperm(CACHE_ROWS, device="cuda")
@@ -317,30 +321,34 @@ def experts() -> Iterator[Case]:
 def indexer() -> Iterator[Case]:
     context, heads, dim, block, selected, candidates = 131_072, 32, 128, 8, 512, 2048
 
-    def make(rows: int, entries: int, share: float | None) -> Callable[[], Any]:
-        """Scores of rows of four to a request over `entries` keys a block; `share` of the candidate blocks, if any."""
-        keys = pack(randn(8192, dim, dtype=torch.float32), INDEX).repeat(64, 1)  # 4,096 or 8,192 blocks
+    def make(rows: int, entries: int, share: float | None, alike: int) -> Callable[[], Any]:
+        """Scores of rows of four to a request, each request with blocks of `entries` keys of its own: at 1,024 rows far
+        more than fit L2. `share` of the candidate blocks, if any, the same for `alike` rows.
+        """
         num_blocks = context // 128
+        keys = pack(randn(8192, dim, dtype=torch.float32), INDEX).repeat(rows // 4 * num_blocks * entries // 8192, 1)
         request = torch.arange(rows, device="cuda") // 4
-        blocks = (request[:, None] * 37 + torch.arange(num_blocks, device="cuda")) % (len(keys) // entries)
+        blocks = request[:, None] * num_blocks + torch.arange(num_blocks, device="cuda")
         plan = TABLE["plan_index"](blocks, entries, torch.full((rows,), num_blocks * entries, device="cuda"))
         iq, weights = TABLE["round_index"](randn(rows, heads, dim)), randn(rows, heads)
         marks = None
         if share is not None:
-            of_requests = torch.rand(rows // 4, num_blocks * entries // block, device="cuda") < share
-            marks = of_requests.repeat_interleave(4, 0)
+            marks = torch.rand(rows // alike, num_blocks * entries // block, device="cuda") < share
+            marks = marks.repeat_interleave(alike, 0)
         return lambda: TABLE["index_scores"](iq, weights, keys, plan, marks, block)
 
-    for rows, entries, share, name in (
-        (8, 128, None, "context 131072"),
-        (ROWS, 128, None, "context 131072"),
-        (ROWS, 64, None, "context 131072, ratio 2"),
-        (ROWS, 128, candidates * block / context, "context 131072, 2048 candidate blocks of a request"),
+    some = candidates * block / context
+    for rows, entries, share, alike, name in (
+        (8, 128, None, 4, "context 131072"),
+        (ROWS, 128, None, 4, "context 131072"),
+        (ROWS, 64, None, 4, "context 131072, ratio 2"),
+        (ROWS, 128, some, 4, "context 131072, 2048 candidate blocks of a request"),
+        (ROWS, 128, some, 1, "context 131072, 2048 candidate blocks of each row"),
     ):
         read = rows * context // 128 * entries * (1.0 if share is None else share)
         written = rows * context // 128 * entries * 4
-        num_bytes, num_flops = read * 68 / 4 + written, 2.0 * read * heads * dim
-        yield Case("index_scores", f"{rows} rows, {name}", [make(rows, entries, share)], num_bytes, num_flops)
+        num_bytes, num_flops = read * 68 / alike + written, 2.0 * read * heads * dim
+        yield Case("index_scores", f"{rows} rows, {name}", [make(rows, entries, share, alike)], num_bytes, num_flops)
     for rows in (8, ROWS):
         scores = [randn(rows, context, dtype=torch.float32) for _ in range(2)]
         visible = torch.full((rows,), context, device="cuda")

@@ -49,7 +49,7 @@ NUMPY = SimpleNamespace(
 def ops(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the operations, with numpy in TileLang's place."""
     # Names of operations hide those of some modules in the package.
-    names = ("cache_write", "fp4", "indexer", "select")
+    names = ("cache_write", "fp4", "fp8", "indexer", "select")
     modules = SimpleNamespace(**{name: import_module(f"deepinfer_kernels_nvidia.ops.{name}") for name in names})
     for module in vars(modules).values():
         monkeypatch.setattr(module, "T", NUMPY)
@@ -138,6 +138,39 @@ def test_comparing_words_finds_the_codes(
         nibbles = np.stack([nibbles << np.uint32(16), nibbles], -1).reshape(len(x), group)
     codes = (nibbles >> np.uint32(28)).astype(np.uint8)
     np.testing.assert_array_equal(codes[:, ::2] | codes[:, 1::2] << 4, records[:, : group // 2].numpy())
+
+
+def bf16_pairs(words: Any) -> np.ndarray:
+    """[n] words of two bf16 -> [n, 2] float32."""
+    words = np.asarray(words, np.uint32)
+    return np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1).view(np.float32)
+
+
+def e4m3_values() -> np.ndarray:
+    """The values of the 256 bytes; NaN for two of them, which no record holds."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def test_four_e4m3_become_bf16_in_their_order(ops: SimpleNamespace) -> None:
+    octets = np.setdiff1d(np.arange(256), (0x7F, 0xFF)).astype(np.uint8)
+    octets = np.stack([np.roll(octets, i) for i in range(4)], -1)
+    words = np.ascontiguousarray(octets).view(np.uint32)[:, 0]
+    found = np.concatenate([bf16_pairs(pair) for pair in ops.fp8.bf16_of_e4m3(words)], -1)
+    np.testing.assert_array_equal(found * np.float32(2.0**120), e4m3_values()[octets])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_scale_becomes_two_equal_bf16(ops: SimpleNamespace, place: int) -> None:
+    scales = np.arange(127, dtype=np.uint32)
+    other = np.uint32(0x5A << 8 * (1 - place))
+    found = bf16_pairs(ops.fp8.bf16_of_scale(scales << np.uint32(8 * place) | other, place))
+    np.testing.assert_array_equal(found * np.float32(2.0**120), np.repeat(e4m3_values()[:127, None], 2, 1))
+
+
+def test_the_exponent_of_a_power_becomes_two_equal_bf16(ops: SimpleNamespace) -> None:
+    exponents = np.arange(1, 255, dtype=np.uint32)
+    found = bf16_pairs(ops.fp8.pair_of_power(exponents))
+    np.testing.assert_array_equal(found, np.repeat(np.ldexp(np.float32(1), exponents.astype(int) - 127)[:, None], 2, 1))
 
 
 def test_the_bits_of_a_score_order_as_the_score_does(ops: SimpleNamespace) -> None:

@@ -179,7 +179,7 @@ def frugal_code(jit: ModuleType, source: str, arch: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "arch", "instructions"),
     [
-        ("attend", "sm_90a", ("HGMMA", "STSM")),
+        ("attend", "sm_90a", ("HGMMA", "LDG.E.128", "STG.E.128", "USETMAXREG")),
         ("index_scores", "sm_90a", ("QGMMA", "HMMA", "UBLKCP")),
         ("mix_parts", "sm_90a", ("HGMMA", "UTMALDG")),
         ("matmul", "sm_90a", ("HGMMA", "UTMALDG", "UTMASTG")),

@@ -7,11 +7,12 @@
 One block a query row and 64 of its heads (rows beyond the model's heads are zero). It walks the row's key list in tiles
 of 64, window first, and never leaves a tile half done, so the order of additions depends on the row alone:
 
-    packed records --dequantise--> K [64 keys, D] bf16 in shared memory
-    S = Q K^T  [64 heads, 64 keys]  (wgmma)     online softmax in float32, base 2     O += P K  (wgmma, O in registers)
+    warp group 2       packed records --decode--> K [64 keys, D] bf16 in one of two buffers (attention_keys.py)
+    warp groups 0, 1   S = Q K^T [64 heads, 64 keys] (wgmma); online softmax in float32, base 2;
+                       O[:, its half of D] += P K[:, its half of D]  (wgmma, P and O in registers)
 
-A record's value is exact in bf16. Both products split their columns over the two warpgroups, so each holds half of O.
-Tiles after the last visible key are skipped: they would add exact zeros.
+Both consumers compute the whole of S: they then share nothing but the keys, and the softmax of one runs under the
+products of the other. Tiles after the last visible key are skipped: they would add exact zeros.
 """
 
 from dataclasses import dataclass
@@ -21,16 +22,15 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
-from deepinfer_kernels_nvidia.ops.fp4 import HALF_BIAS, half_of_code
+from deepinfer_kernels_nvidia.ops.attention_keys import BUFFERS, SLOTS, THREADS, TILE, key_producer
 
 __all__ = ["TILE", "KeyLists", "attend", "plan_keys"]
 
-TILE = 64  # keys a step
 _HEADS = 64  # query heads of a block: the rows of one wgmma
-_THREADS = 256
-_CHUNK = 8  # values that a thread dequantises at a time: one 16-byte store
 _LOG2_E = 1.4426950408889634
 _FAR_BELOW = -1e30  # a finite start of the running maximum: exp2 of a difference with it is 0 or 1, never NaN
+# Registers of a thread: together what 3 * 128 threads get at the launch, 168 each.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 208, 88
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,25 @@ def plan_keys_program():
     return plan_keys
 
 
-@program
+@program(
+    tl__disable_thread_storage_sync=True,  # groups meet at the barriers below
+    tl__disable_buffer_init_check=True,
+    tl__disable_safe_memory_legalize=True,  # a key's row is one of its cache, or -1
+    tl__enable_fast_math=True,  # exp2 of the hardware
+)
 def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
-    """q [rows, heads, dim] bf16 and packed caches; `e4m3` and `word` parameters are views of the same bytes."""
+    """q [rows, heads, dim] bf16 and packed caches; `.._pairs` parameters are views of the same bytes."""
     rows, window_rows, entry_rows = T.dynamic("rows"), T.dynamic("window_rows"), T.dynamic("entry_rows")
     window_tiles, entry_tiles = T.dynamic("window_tiles"), T.dynamic("entry_tiles")
     window_bytes, entry_bytes = dim + dim // 32, dim // 2 + dim // 16
     to_log2 = dim**-0.5 * _LOG2_E
-    both_columns = T.GemmWarpPolicy.FullCol
-
-    units = TILE * dim // _CHUNK // _THREADS  # chunks of a tile that one thread dequantises
-    chunks = dim // _CHUNK
+    by_heads = T.GemmWarpPolicy.FullRow
+    half = dim // 2
+    produce = key_producer(dim, has_entries)
 
     @T.macro
-    def add_tile(q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator):
-        T.gemm(q_tile, keys, score, transpose_B=True, policy=both_columns, clear_accum=True)
-        for h, j in T.Parallel(_HEADS, TILE):
-            score[h, j] = T.if_then_else(index[j] >= 0, score[h, j] * to_log2, -T.infinity("float32"))
+    def weigh(score, probability, old_peak, peak, decay, tile_sum, denominator):
+        """Logits, hidden ones at -inf -> weights, and what the sums so far must be scaled by."""
         T.copy(peak, old_peak)
         T.reduce_max(score, peak, dim=1, clear=False)
         for h in T.Parallel(_HEADS):
@@ -97,99 +99,109 @@ def attend_program(heads: int, dim: int, has_entries: bool, sink_dtype: str):
         for h in T.Parallel(_HEADS):
             denominator[h] = denominator[h] * decay[h] + tile_sum[h]
         T.copy(score, probability)
-        for h, d in T.Parallel(_HEADS, dim):
-            out_sum[h, d] *= decay[h]
-        T.gemm(probability, keys, out_sum, policy=both_columns)
 
     @T.macro
-    def fetch_window(e4m3, byte, key_list, row, t, thread, codes, powers):
-        for i in T.unroll(units):
-            unit = i * _THREADS + thread
-            key = T.max(key_list[row, t, unit // chunks], 0)
-            for v in T.vectorized(_CHUNK):
-                codes[i, v] = e4m3[key, unit % chunks * _CHUNK + v]
-            powers[i] = byte[key, dim + unit % chunks * _CHUNK // 32]
-
-    @T.macro
-    def fetch_entries(word, e4m3, key_list, used, row, t, thread, words, scales):
-        if t < used[row]:
-            for i in T.unroll(units):
-                unit = i * _THREADS + thread
-                key = T.max(key_list[row, t, unit // chunks], 0)
-                words[i] = word[key, unit % chunks]
-                scales[i] = e4m3[key, dim // 2 + unit % chunks * _CHUNK // 16]
+    def consume(q, sink, out, row, part, side, tiles, queries, keys, bias, full, empty):
+        """Columns side * half .. of the output."""
+        score = T.alloc_fragment((_HEADS, TILE), "float32")
+        probability = T.alloc_fragment((_HEADS, TILE), "bfloat16")
+        total = T.alloc_fragment((_HEADS, half), "float32")
+        peak = T.alloc_fragment((_HEADS,), "float32")
+        old_peak = T.alloc_fragment((_HEADS,), "float32")
+        decay = T.alloc_fragment((_HEADS,), "float32")
+        tile_sum = T.alloc_fragment((_HEADS,), "float32")
+        denominator = T.alloc_fragment((_HEADS,), "float32")
+        for h, d in T.Parallel(_HEADS, half):
+            head = part * _HEADS + h
+            queries[side, h, d] = T.if_then_else(head < heads, q[row, head, side * half + d], T.bfloat16(0))
+        T.fence_proxy_async()
+        T.sync_threads(1, 2 * THREADS)
+        T.fill(total, 0)
+        T.fill(denominator, 0)
+        T.fill(peak, _FAR_BELOW)
+        for t in T.serial(tiles):
+            tile = t % BUFFERS
+            T.mbarrier_wait_parity(full[tile], t // BUFFERS % 2)
+            # wg_wait -1: the second half of the product follows without a wait for the first.
+            T.gemm(
+                queries[0, :, :],
+                keys[tile, 0, :, :],
+                score,
+                transpose_B=True,
+                policy=by_heads,
+                clear_accum=True,
+                annotations={"wg_wait": -1},
+            )
+            T.gemm(queries[1, :, :], keys[tile, 1, :, :], score, transpose_B=True, policy=by_heads)
+            for h, j in T.Parallel(_HEADS, TILE):
+                score[h, j] = score[h, j] * to_log2 + bias[t % SLOTS, j]
+            weigh(score, probability, old_peak, peak, decay, tile_sum, denominator)
+            for h, d in T.Parallel(_HEADS, half):
+                total[h, d] *= decay[h]
+            T.gemm(probability, keys[tile, side, :, :], total, policy=by_heads)
+            T.mbarrier_arrive(empty[tile])
+        for h in T.Parallel(_HEADS):
+            head = part * _HEADS + h
+            level = T.if_then_else(head < heads, T.cast(sink[T.min(head, heads - 1)], "float32"), 0.0)
+            denominator[h] = 1.0 / (denominator[h] + T.exp2(level * _LOG2_E - peak[h]))
+        # Out through the place of the queries, which both groups have read, so that whole lines are written.
+        T.sync_threads(1, 2 * THREADS)
+        for h, d in T.Parallel(_HEADS, half):
+            queries[side, h, d] = total[h, d] * denominator[h]
+        T.sync_threads(4 + side, THREADS)
+        for h, d in T.Parallel(_HEADS, half):
+            if part * _HEADS + h < heads:
+                out[row, part * _HEADS + h, side * half + d] = queries[side, h, d]
 
     @T.prim_func
     def attend(
         q: T.Tensor((rows, heads, dim), "bfloat16"),
-        window_e4m3: T.Tensor((window_rows, window_bytes), "float8_e4m3fn"),
-        window_byte: T.Tensor((window_rows, window_bytes), "uint8"),
+        window: T.Tensor((window_rows, window_bytes), "uint8"),
+        window_pairs: T.Tensor((window_rows, window_bytes // 2), "uint16"),
         window_list: T.Tensor((rows, window_tiles, TILE), "int32"),
         window_used: T.Tensor((rows,), "int32"),
-        entry_word: T.Tensor((entry_rows, entry_bytes // 4), "int32"),
-        entry_e4m3: T.Tensor((entry_rows, entry_bytes), "float8_e4m3fn"),
+        entry: T.Tensor((entry_rows, entry_bytes), "uint8"),
+        entry_pairs: T.Tensor((entry_rows, entry_bytes // 2), "uint16"),
         entry_list: T.Tensor((rows, entry_tiles, TILE), "int32"),
         entry_used: T.Tensor((rows,), "int32"),
         sink: T.Tensor((heads,), sink_dtype),
         out: T.Tensor((rows, heads, dim), "bfloat16"),
     ):
-        with T.Kernel(rows, T.ceildiv(heads, _HEADS), threads=_THREADS) as (row, part):
-            q_tile = T.alloc_shared((_HEADS, dim), "bfloat16")
-            keys = T.alloc_shared((TILE, dim), "bfloat16")
-            probability = T.alloc_shared((_HEADS, TILE), "bfloat16")
-            index = T.alloc_shared((TILE,), "int32")
-            score = T.alloc_fragment((_HEADS, TILE), "float32")
-            out_sum = T.alloc_fragment((_HEADS, dim), "float32")
-            peak = T.alloc_fragment((_HEADS,), "float32")
-            old_peak = T.alloc_fragment((_HEADS,), "float32")
-            decay = T.alloc_fragment((_HEADS,), "float32")
-            tile_sum = T.alloc_fragment((_HEADS,), "float32")
-            denominator = T.alloc_fragment((_HEADS,), "float32")
-            for h, d in T.Parallel(_HEADS, dim):
-                head = part * _HEADS + h
-                q_tile[h, d] = T.if_then_else(head < heads, q[row, head, d], T.bfloat16(0))
-            T.fill(out_sum, 0)
-            T.fill(denominator, 0)
-            T.fill(peak, _FAR_BELOW)
+        with T.Kernel(rows, T.ceildiv(heads, _HEADS), threads=3 * THREADS) as (row, part):
+            queries = T.alloc_shared((2, _HEADS, half), "bfloat16")
+            keys = T.alloc_shared((BUFFERS, 2, TILE, half), "bfloat16")
+            bias = T.alloc_shared((SLOTS, TILE), "float32")
+            key_rows = T.alloc_shared((SLOTS, TILE), "int32")
+            full = T.alloc_barrier([THREADS] * BUFFERS)
+            empty = T.alloc_barrier([2 * THREADS] * BUFFERS)
             thread = T.get_thread_binding()
-            codes = T.alloc_local((units, _CHUNK), "float8_e4m3fn")
-            powers = T.alloc_local((units,), "uint8")
-            for t in T.serial(window_used[row]):
-                fetch_window(window_e4m3, window_byte, window_list, row, t, thread, codes, powers)
-                for j in T.Parallel(TILE):
-                    index[j] = window_list[row, t, j]
-                for i in T.unroll(units):
-                    power = T.reinterpret(T.cast(powers[i], "int32") << 23, "float32")
-                    for v in T.vectorized(_CHUNK):
-                        keys[(i * _THREADS + thread) // chunks, (i * _THREADS + thread) % chunks * _CHUNK + v] = (
-                            T.cast(codes[i, v], "float32") * power
-                        )
-                add_tile(q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator)
-            if has_entries:
-                words = T.alloc_local((units,), "int32")
-                scales = T.alloc_local((units,), "float8_e4m3fn")
-                fetch_entries(entry_word, entry_e4m3, entry_list, entry_used, row, 0, thread, words, scales)
-                for t in T.serial(entry_used[row]):
-                    for j in T.Parallel(TILE):
-                        index[j] = entry_list[row, t, j]
-                    for i in T.unroll(units):
-                        scale = T.cast(scales[i], "float32") * HALF_BIAS
-                        for v in T.vectorized(_CHUNK):
-                            code = words[i] >> (v * 4)
-                            keys[(i * _THREADS + thread) // chunks, (i * _THREADS + thread) % chunks * _CHUNK + v] = (
-                                T.cast(half_of_code(code), "float32") * scale
-                            )
-                    fetch_entries(entry_word, entry_e4m3, entry_list, entry_used, row, t + 1, thread, words, scales)
-                    add_tile(
-                        q_tile, keys, probability, index, score, out_sum, peak, old_peak, decay, tile_sum, denominator
-                    )
-            for h in T.Parallel(_HEADS):
-                head = part * _HEADS + h
-                level = T.if_then_else(head < heads, T.cast(sink[T.min(head, heads - 1)], "float32"), 0.0)
-                denominator[h] = 1.0 / (denominator[h] + T.exp2(level * _LOG2_E - peak[h]))
-            for h, d in T.Parallel(_HEADS, dim):
-                if part * _HEADS + h < heads:
-                    out[row, part * _HEADS + h, d] = out_sum[h, d] * denominator[h]
+            near = window_used[row]
+            far = entry_used[row] if has_entries else 0
+            if thread < THREADS:
+                T.set_max_nreg(_CONSUMER_REGISTERS, 1)
+                consume(q, sink, out, row, part, 0, near + far, queries, keys, bias, full, empty)
+            elif thread < 2 * THREADS:
+                T.set_max_nreg(_CONSUMER_REGISTERS, 1)
+                consume(q, sink, out, row, part, 1, near + far, queries, keys, bias, full, empty)
+            else:
+                T.set_max_nreg(_PRODUCER_REGISTERS, 0)
+                produce(
+                    window,
+                    window_pairs,
+                    window_list,
+                    entry,
+                    entry_pairs,
+                    entry_list,
+                    row,
+                    near,
+                    far,
+                    keys,
+                    key_rows,
+                    bias,
+                    full,
+                    empty,
+                    thread - 2 * THREADS,
+                )
 
     return attend
 
@@ -226,12 +238,12 @@ def attend(
         entries = KeyLists(window.rows[:, :0], window.num_tiles)
     attend_program(q.shape[1], q.shape[2], has_entries, dtype_name(sink))(
         q,
-        window_cache.view(torch.float8_e4m3fn),
         window_cache,
+        window_cache.view(torch.uint16),
         window.rows,
         window.num_tiles,
-        entry_cache.view(torch.int32),
-        entry_cache.view(torch.float8_e4m3fn),
+        entry_cache,
+        entry_cache.view(torch.uint16),
         entries.rows,
         entries.num_tiles,
         sink.contiguous(),

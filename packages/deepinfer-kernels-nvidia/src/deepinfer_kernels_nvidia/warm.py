@@ -1,7 +1,8 @@
 """Every program that a model runs, so that all can be compiled before the first request (`deepinfer kernels --warm`).
 
 The list is the model's layers read as shapes: which projection, norm, cache and product occurs, with which widths.
-`local_experts` is the number of experts that this process holds; it is part of a program's signature.
+`local_experts` is the number of experts of a main layer that this process holds, and the same share of those of a draft
+stage; it is part of a program's signature.
 """
 
 from __future__ import annotations
@@ -143,7 +144,6 @@ def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
         (head, c.index_head_dim),
         (c.moe_intermediate_size, dim),
         (len(c.dspark_target_layer_ids) * dim, dim),
-        (c.dspark_markov_rank, c.vocab_size),
     ]
     ngrams = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
     shapes.append((ngrams, (c.hc_mult + 1) * dim))
@@ -151,9 +151,9 @@ def _products(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     for few in (False, True):
         for inner, outer in shapes:
             yield "linear", ("matmul", (1, _padded(inner), _padded(outer), "bfloat16", few))
-        # The head, and compressors of pairs.
-        for outer in (c.vocab_size, 2 * head):
-            yield "head_logits", ("matmul", (1, _padded(dim), _padded(outer), "float32", few))
+        # The head, compressors of pairs, and what the Markov step adds to the drafts' logits.
+        for inner, outer in ((dim, c.vocab_size), (dim, 2 * head), (c.dspark_markov_rank, c.vocab_size)):
+            yield "head_logits", ("matmul", (1, _padded(inner), _padded(outer), "float32", few))
         group = _padded(per_group), _padded(c.o_lora_rank)
         yield "grouped_linear", ("matmul", (c.o_groups, *group, "bfloat16", few))
     inner = _padded(dim + c.dspark_markov_rank)
@@ -168,7 +168,7 @@ def _experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, V
         (c.n_routed_experts, c.num_experts_per_tok),
         (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
     ):
-        local = total if local_experts is None else min(local_experts, total)
+        local = _local(c, total, local_experts)
         parts, columns = num_route_parts(dim), _padded(total)
         for few in (False, True):
             yield "route", ("matmul", (parts, _padded(dim // parts), columns, "float32", few))
@@ -197,12 +197,17 @@ def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Var
         (c.n_routed_experts, c.num_experts_per_tok),
         (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok),
     ):
-        local = total if local_experts is None else min(local_experts, total)
+        local = _local(c, total, local_experts)
         yield "run_experts", ("gather_coded", (dim, chosen))
         yield "run_experts", ("gated_coded", (local, dim, width, True, False))
         yield "run_experts", ("down_coded", (local, width, dim))
     for few in (False, True):
         yield "shared_expert", ("gated_coded", (1, dim, width, False, few))
+
+
+def _local(c: ModelConfig, total: int, local_experts: int | None) -> int:
+    """Of `total` experts of a layer the share that a process with `local_experts` of the main layers' holds."""
+    return total if local_experts is None else -(-total * local_experts // c.n_routed_experts)
 
 
 def _padded(width: int) -> int:

@@ -36,7 +36,7 @@ ADD: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat, with thinking and with a tool.")
     parser.add_argument("question", nargs="?", default="What is 12 + 30?")
-    parser.add_argument("--model", help="a checkpoint folder or a hub name; the small bundled model by default")
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--max-tokens", type=int, default=160)
     args = parser.parse_args()
     params = SamplingParams(temperature=0.6, seed=1, max_tokens=args.max_tokens)

@@ -21,7 +21,7 @@ CROWD = ["Once upon a time", "In the morning", "She opened the door and"] * 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show that answers repeat.")
-    parser.add_argument("--model", help="a checkpoint folder or a hub name; the small bundled model by default")
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     args = parser.parse_args()
     params = SamplingParams(temperature=1.0, seed=2026, max_tokens=32)
     answers: dict[str, list[int]] = {}

@@ -14,9 +14,7 @@ from deepinfer_core import LLM, Logprob, SamplingParams
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show log-probabilities of a prompt and of its continuation.")
     parser.add_argument("prompt", nargs="?", default="The sun rises in the")
-    parser.add_argument(
-        "--model", help="a checkpoint folder or a hub name (DEEPINFER_HF_MODEL_DIR, else the small model)"
-    )
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--top", type=int, default=3, help="alternatives to show at each position")
     return parser.parse_args()

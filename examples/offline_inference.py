@@ -1,6 +1,6 @@
 """The main job: a handful of prompts, their answers, and the speed.
 
-uv run examples/offline_inference.py                        the small model that ships with the package
+uv run examples/offline_inference.py --model tiny           the small model that ships with the package
 DEEPINFER_HF_MODEL_DIR=/models/v41 uv run examples/offline_inference.py --temperature 0.6 --top-p 0.95
 """
 
@@ -22,9 +22,7 @@ PROMPTS = [
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Answer a handful of prompts.")
     parser.add_argument("prompts", nargs="*", default=PROMPTS, help="in place of the built-in ones")
-    parser.add_argument(
-        "--model", help="a checkpoint folder or a hub name (DEEPINFER_HF_MODEL_DIR, else the small model)"
-    )
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare drafting with plain decoding.")
-    parser.add_argument("--model", help="a checkpoint folder or a hub name; the small bundled model by default")
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--max-tokens", type=int, default=96)
     args = parser.parse_args()
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)

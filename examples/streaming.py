@@ -35,7 +35,7 @@ async def read(engine: Engine, prompt: str, params: SamplingParams, give_up_afte
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description="Stream several answers at once.")
-    parser.add_argument("--model", help="a checkpoint folder or a hub name; the small bundled model by default")
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--max-tokens", type=int, default=40)
     args = parser.parse_args()
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=args.max_tokens)

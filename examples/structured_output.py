@@ -36,7 +36,7 @@ FORMS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answers in a given form.")
-    parser.add_argument("--model", help="a checkpoint folder or a hub name; the small bundled model by default")
+    parser.add_argument("--model", help="a checkpoint folder, a hub name, or tiny (the default on a CPU)")
     parser.add_argument("--seed", type=int, default=7, help="the same seed gives the same answers")
     args = parser.parse_args()
     params = [SamplingParams(max_tokens=128, seed=args.seed, structured=form) for form in FORMS.values()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepinfer_core.model import Backbone
 from deepinfer_core.scheduling.plan import Writes
 from tests.core.harness import Chunk, TinyModel, plan_of
 
@@ -82,6 +85,24 @@ def test_chunks_leave_the_kept_rows_of_a_compact_prefill_alone(tiny_a: TinyModel
     for one, other in zip(whole, run_in_company(tiny_a, requests, seed, decoder_from=cuts), strict=True):
         assert one is not None
         assert torch.equal(one, other)
+
+
+def test_company_with_a_cut_does_not_choose_between_fused_and_single_operations(tiny_a: TinyModel) -> None:
+    """A provider's `mhc_next` may round otherwise than the norm of the collapse does; which of the two a row goes
+    through must not depend on whether the step holds rows that end at the cut.
+    """
+
+    def rounds_otherwise(*arguments: Any) -> tuple[Tensor, Tensor]:
+        streams, x = tiny_a.backbone.kernels.mhc_next(*arguments)
+        return streams, x * (1 + 2**-12)
+
+    kernels = replace(tiny_a.backbone.kernels, mhc_next=rounds_otherwise)
+    model = replace(tiny_a, backbone=Backbone(tiny_a.config, tiny_a.params, kernels))
+    short, long = sequences(model, 20, 60)
+    alone = model.logits(short)
+    out = model.step(model.state(), plan_of([Chunk(0, 0, short), Chunk(1, 0, long, decoder_from=50)])).logits
+    assert out is not None
+    assert torch.equal(out[:20], alone)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -152,11 +152,14 @@ class Backbone:
         return residual
 
     def _norm_after(self, index: int) -> Tensor | None:
-        """Weight of the norm that the streams of layer `index` go through next; None where an Engram changes them."""
+        """Weight of the norm that the streams of layer `index` go through next; None where an Engram changes them, and
+        before the cut: where some rows end there the others' x is made anew, and it must be made the same way in steps
+        without such rows, since a fused operation may round otherwise.
+        """
         if index + 1 == self.config.num_hidden_layers:
             return self.params.norm
         after = self.params.layers[index + 1]
-        return after.attn_norm if after.engram is None else None
+        return None if after.engram is not None or index + 1 == self.config.decoder_start else after.attn_norm
 
     def _engram_rows(self, batch: Batch, trace: LayerTrace | None) -> dict[int, Tensor]:
         """Table rows of every Engram layer. They follow from the tokens: they can be fetched before the first layer."""

@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_core.kernels.contract import OPS
+from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.contract import OPS, Capability
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, pack
+from deepinfer_core.kernels.registry import KernelChoice, build_kernels
+from deepinfer_kernels_nvidia.provider import NvidiaProvider
+from tests.core.model_configs import RELEASE
 from tests.kernels.fake_deep_gemm import FakeDeepGemm
 from tests.kernels.fake_tile_kernels import FakeTileKernels
 
@@ -168,7 +172,7 @@ def test_shapes_that_flash_mla_refuses_run_our_kernel(flash_mla: FlashMla, monke
     from deepinfer_kernels_nvidia.libraries import flash_mla as binding
 
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(binding.attention, "attend", lambda q, *_: asked.append(tuple(q.shape)))
+    monkeypatch.setattr(f"{binding.__name__}.attention.attend", lambda q, *_: asked.append(tuple(q.shape)))
     lists, cache = tiles(torch.zeros(2, 5, dtype=torch.int64)), torch.zeros(9, 528, dtype=torch.uint8)
     for shape in ((2, 32, 512), (2, 64, 128), (0, 64, 512)):
         binding.attend(torch.zeros(shape).bfloat16(), cache, lists, None, None, torch.zeros(shape[1]))
@@ -286,8 +290,8 @@ def test_experts_of_two_kinds_of_weights_are_left_to_our_kernel(
     def own(*_: object) -> str:
         return "ours"
 
-    monkeypatch.setattr(binding.own_experts, "shared_expert", own)
-    monkeypatch.setattr(binding.own_experts, "run_experts", own)
+    monkeypatch.setattr(f"{binding.__name__}.own_experts.shared_expert", own)
+    monkeypatch.setattr(f"{binding.__name__}.own_experts.run_experts", own)
     w13, w2 = weight((64, 96), False, 1), weight((48, 64), True, 2)
     assert binding.shared_expert(rows_of(2, 64), w13, w2, 1.0) == "ours"
     tiles = slots_of(torch.zeros(2, 1, dtype=torch.int64), 1)
@@ -381,6 +385,16 @@ def test_a_library_is_chosen_only_where_it_is_installed_and_made_for_the_gpu(
     assert library_table("sm_90") == {}
     monkeypatch.delitem(sys.modules, "flash_mla")
     assert library_table("sm_100") == {}
+
+
+def test_an_operation_that_a_library_takes_names_it(flash_mla: FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `deepinfer kernels` on a B200 prints it, whose driver alone is played."""
+    provider = NvidiaProvider()
+    monkeypatch.setattr(provider, "probe", lambda: Capability("cuda", "sm_100", "1 x NVIDIA B200 (sm_100)"))
+    choice = KernelChoice("nvidia", provider, "cuda", "named")
+    _, sources = build_kernels(choice, ModelConfig.from_dict(RELEASE), torch.bfloat16)
+    assert {source.op: source.library for source in sources if source.library} == {"attend": "deepinfer-flashmla 1.0"}
+    assert {source.provider for source in sources} == {"nvidia"}
 
 
 def test_libraries_share_the_table(flash_mla: FlashMla, deep_gemm: FakeDeepGemm, tile_kernels: FakeTileKernels) -> None:

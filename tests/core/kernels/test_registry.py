@@ -86,6 +86,20 @@ def test_what_a_provider_lacks_or_refuses_comes_from_the_reference_with_the_reas
     assert kernels.attend is REFERENCE.attend
 
 
+def test_an_operation_handed_to_a_library_names_it() -> None:
+    class Bound(FakeProvider):
+        def library_of(self, function: Callable[..., Any]) -> str | None:
+            return "fast-norms 1.0" if function is REFERENCE.rms_norm else None
+
+    provider: KernelProvider = Bound("a")
+    choice = choose_provider("a", [ProviderStatus("a", provider, provider.probe())])
+    _, sources = build_kernels(choice, small_config(), torch.float32)
+    by_op = {source.op: source for source in sources}
+    assert (by_op["rms_norm"].provider, by_op["rms_norm"].library) == ("a", "fast-norms 1.0")
+    assert by_op["rms_norm"].reason.endswith("hands it to fast-norms 1.0 where that takes the shape")
+    assert by_op["attend"].library is None
+
+
 @pytest.mark.bad_input
 def test_an_operation_outside_the_contract_is_refused() -> None:
     class Odd(FakeProvider):

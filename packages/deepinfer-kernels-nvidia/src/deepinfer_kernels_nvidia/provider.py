@@ -62,6 +62,12 @@ class NvidiaProvider:
         """Say why an operation must come from the reference for this model; None when ours can be used."""
         return reason_against(op, config, dtype)
 
+    def library_of(self, function: Callable[..., Any]) -> str | None:
+        """Say which library a function of `load` hands its work to; None for our own kernel."""
+        from deepinfer_kernels_nvidia.libraries import library_of  # imports TileLang, as `load` did
+
+        return library_of(function)
+
     def warm(
         self,
         config: ModelConfig,

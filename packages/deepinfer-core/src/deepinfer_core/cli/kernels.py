@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             "device": choice.device,
             "reason": choice.reason,
             "installed": [{"name": name, "runs": runs, "detail": detail} for name, runs, detail in providers],
-            "operations": [{"op": s.op, "from": s.provider, "reason": s.reason} for s in sources],
+            "operations": [{"op": s.op, "from": s.provider, "library": s.library, "reason": s.reason} for s in sources],
         }
         print(json.dumps(value, indent=1))
         return 0

@@ -39,6 +39,7 @@ __all__ = [
     "Capability",
     "KernelProvider",
     "Kernels",
+    "NamesLibraries",
     "OpContract",
     "Unavailable",
 ]
@@ -224,4 +225,13 @@ class KernelProvider(Protocol):
 
     def unsupported(self, op: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
         """None where the loaded function handles this model's shapes, else why not (the reference runs it then)."""
+        ...
+
+
+@runtime_checkable
+class NamesLibraries(Protocol):
+    """What a `KernelProvider` may have besides: it binds other projects' libraries and says where."""
+
+    def library_of(self, function: Callable[..., Any]) -> str | None:
+        """The library that a function of `load` hands its work to, None for the provider's own kernel."""
         ...

@@ -23,7 +23,15 @@ from deepinfer_core.config.engine import CpuKernels
 from deepinfer_core.config.env import read_text
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
-from deepinfer_core.kernels.contract import OPS, SAMPLING_OPS, Capability, KernelProvider, Kernels, Unavailable
+from deepinfer_core.kernels.contract import (
+    OPS,
+    SAMPLING_OPS,
+    Capability,
+    KernelProvider,
+    Kernels,
+    NamesLibraries,
+    Unavailable,
+)
 from deepinfer_core.kernels.native import NativeProvider
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.mhc import next_of
@@ -63,6 +71,7 @@ class OpSource:
     provider: str
     reason: str
     row_invariant: bool  # a row's bits do not depend on the other rows
+    library: str | None = None  # another project's, which the provider hands the operation to
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ def build_kernels(
             why_not = provider.unsupported(op, config, dtype)
         if provider is not None and why_not is None:
             table[op] = loaded[op]
-            sources.append(OpSource(op, provider.name, "offered by the provider", op in provider.row_invariant_ops))
+            sources.append(_offered(provider, op, loaded[op]))
         else:
             table[op] = getattr(REFERENCE, op)
             # On an accelerator torch picks products and reductions by the number of rows; what is exact has one result.
@@ -141,6 +150,14 @@ def build_kernels(
     # The reference is exact for any number of rows but pads to its tiles in every call; native code needs no tiles.
     only_native = all(source.provider == NativeProvider.name for source in sources if source.op not in SAMPLING_OPS)
     return Kernels(**table, row_multiple=1 if only_native else REFERENCE.row_multiple), sources
+
+
+def _offered(provider: KernelProvider, op: str, function: Callable[..., Any]) -> OpSource:
+    library = provider.library_of(function) if isinstance(provider, NamesLibraries) else None
+    reason = "offered by the provider"
+    if library is not None:
+        reason += f", which hands it to {library} where that takes the shape"
+    return OpSource(op, provider.name, reason, op in provider.row_invariant_ops, library)
 
 
 def native_status(cache_dir: str | None = None) -> ProviderStatus:

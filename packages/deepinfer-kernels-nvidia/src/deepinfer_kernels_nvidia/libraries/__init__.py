@@ -21,7 +21,7 @@ from typing import Any
 
 from deepinfer_kernels_nvidia.libraries import deep_gemm, flash_mla, tile_kernels
 
-__all__ = ["LIBRARIES", "Library", "library_table"]
+__all__ = ["LIBRARIES", "Library", "library_of", "library_table"]
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +89,11 @@ def library_table(arch: str) -> Mapping[str, Callable[..., Any]]:
             else:
                 _log.warning("%s is not used, our own kernels run: %s", library.distribution, problem)
     return table
+
+
+def library_of(function: Callable[..., Any]) -> str | None:
+    """The distribution that `function` binds; None for a kernel of this package."""
+    return next((library.distribution for library in LIBRARIES if function in library.operations.values()), None)
 
 
 def _problem(library: Library) -> str | None:

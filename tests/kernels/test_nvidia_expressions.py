@@ -175,7 +175,7 @@ def test_the_exponent_of_a_power_becomes_two_equal_bf16(ops: SimpleNamespace) ->
 
 def test_the_bits_of_a_score_order_as_the_score_does(ops: SimpleNamespace) -> None:
     scores = np.array([-np.inf, -1e30, -1.0, -1e-45, 0.0, 1e-45, 0.5, 1.0, 3e38, np.inf], np.float32)
-    bits = ops.select._ordered(scores)
+    bits = ops.select.ordered_bits(scores)
     assert (np.diff(bits.astype(np.int64)) > 0).all()
-    assert ops.select._ordered(np.array([-0.0], np.float32)) == ops.select._ordered(np.array([0.0], np.float32))
+    assert ops.select.ordered_bits(np.array([-0.0], np.float32)) == ops.select.ordered_bits(np.array([0.0], np.float32))
     assert bits[0] == ops.select.HIDDEN

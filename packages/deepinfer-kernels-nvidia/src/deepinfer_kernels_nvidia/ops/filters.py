@@ -25,8 +25,7 @@ from deepinfer_core.kernels.reference import filters as reference
 from deepinfer_core.kernels.reference.columns import to_device
 from deepinfer_core.kernels.reference.filters import RowFilters
 from deepinfer_kernels_nvidia.jit import T, program
-from deepinfer_kernels_nvidia.ops.select import HIDDEN
-from deepinfer_kernels_nvidia.ops.select import _ordered as ordered_bits
+from deepinfer_kernels_nvidia.ops.select import HIDDEN, ordered_bits
 
 __all__ = ["filter_logits"]
 

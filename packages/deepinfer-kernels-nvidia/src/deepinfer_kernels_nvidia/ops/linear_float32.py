@@ -6,6 +6,9 @@ A float32 has 24 significant bits, so it is the sum of three bf16, exactly:  v =
 
     x w = x_0 w_0 + (x_0 w_1 + x_1 w_0) + (x_0 w_2 + x_1 w_1 + x_2 w_0) + terms below 2^-24 |x| |w|, left out
 
+    K      | part 0: up to 20 tiles of 64 | part 1 | ..      a block: a part of 64 rows and 64 columns (32 if N <= 32)
+    tile   x [64 rows, 64] -> x_0 | x_1 | x_2      w [64, 64] -> w_0 | w_1 | w_2      split in shared memory
+
 Six products (three where x is bf16 to begin with) accumulate in one float32 fragment, smallest terms first. For the
 sake of small batches K is cut into parts, except where N alone fills the chip; `sum_parts` adds them in order. The
 number of parts is a function of K and N, so rows are invariant.

@@ -5,15 +5,18 @@
     logprob(v) = x_v - max - ln(sum exp(x - max))        rank = 1 + entries with a larger key
     key        = (order-preserving bits of x, id inverted), so the n most likely are the n largest keys, in their order
 
-One block of threads a row, which it reads from memory once and then from L2: once for the sum and the rank, and once
-for each of the n, which are few. A thread's share of a sum and the order of the threads are fixed.
+    row   | t0 | t1 | .. | t511 | t0 | ..      a thread has eight ids under way, 512 apart
+    sum   of a thread, in the order of its ids; of a warp, by shuffles; of the warps, in order
+
+One block of threads a row, which it reads from memory once and then from L2: for the largest, for the sum and the rank,
+and once for each of the n, which are few. Every sum has one order, so rows are invariant.
 """
 
 import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, program
-from deepinfer_kernels_nvidia.ops.select import _ordered as ordered_bits
+from deepinfer_kernels_nvidia.ops.select import ordered_bits
 
 __all__ = ["token_logprobs"]
 

@@ -6,6 +6,10 @@
     pre  = sigmoid(m[:S] scale + base) + eps;   post = 2 sigmoid(m[S:2S] scale + base)
     C    = Sinkhorn(softmax_j(m[2S:] scale + base)): C += eps; columns; then (iterations - 1) times rows, columns
 
+    product   [parts, rows, mixes]     sums of a block  row 0 | m_0: t0 | m_1: t1 | .. | m_23: t23 | squares: t24 |
+    squares   [parts, rows]                             row 1 | m_0: t25 | ..
+    then                               thread r: pre, post and C of row r
+
 The product comes in parts together with those of the sum of squares (`mhc_product`). The threads of a block add them in
 order, each for one mix of one row, so that many loads are under way at once; then one thread a row keeps its S x S
 matrix in registers. Its reciprocals are the hardware's, within two units of the last place: 39 exact divisions in a row

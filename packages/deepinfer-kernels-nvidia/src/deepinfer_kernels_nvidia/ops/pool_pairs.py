@@ -5,7 +5,10 @@
     first, second = (a, g) of the even and the odd position
     s = 1 / (1 + exp(g_2 - g_1));  pooled = a_1 s + a_2 (1 - s)
 
-One thread: four neighbouring channels of a row.
+    first, second   | a of channels 0 .. D - 1 | g of channels 0 .. D - 1 |
+    pooled          | t0: 4 channels | t1 | .. |
+
+One thread: four neighbouring channels of a row, of which it reads both a and both g.
 """
 
 import torch

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, aligned, program
 
-__all__ = ["CAPACITY", "HIDDEN", "candidate_blocks", "select_entries"]
+__all__ = ["CAPACITY", "HIDDEN", "candidate_blocks", "ordered_bits", "select_entries"]
 
 CAPACITY = 4096  # keys that the last bin may hold to be moved to shared memory
 _BINS = 2048
@@ -41,7 +41,7 @@ _SHIFT, _DIGIT_MASK = 4, 5  # where the present digit stands
 _NEEDED, _HELD, _IS_LIST, _IS_FOUND = range(4)  # keys still to choose, keys with these digits, two flags
 
 
-def _ordered(value):
+def ordered_bits(value):
     """uint32 that orders like the float; both zeros are equal."""
     bits = T.reinterpret(value, "int32")
     ordered = T.reinterpret(bits ^ ((bits >> 31) | T.int32(-(2**31))), "uint32")
@@ -164,7 +164,7 @@ def top_k_program(k: int, vector: int, marks: bool):
             start_digit(digit, thread, prefix, histogram)
             for u in T.unroll(_LOADS):
                 for v in T.unroll(vector):
-                    count(_ordered(held[u, v]), T.uint32(0), prefix, digit, histogram)
+                    count(ordered_bits(held[u, v]), T.uint32(0), prefix, digit, histogram)
             T.sync_threads()
             find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, inclusive, before, total)
             if total[0] >= state[_NEEDED]:
@@ -179,7 +179,7 @@ def top_k_program(k: int, vector: int, marks: bool):
             load(scores, row, step, thread, held)
             for u in T.unroll(_LOADS):
                 for v in T.unroll(vector):
-                    ordered = _ordered(held[u, v])
+                    ordered = ordered_bits(held[u, v])
                     if T.And(ordered >= prefix[_VALUE], ordered > T.uint32(HIDDEN)):
                         place = T.atomic_add(filled[1], 1, return_prev=True)
                         if place < capacity:
@@ -194,7 +194,7 @@ def top_k_program(k: int, vector: int, marks: bool):
             for u in T.unroll(_LOADS):
                 for v in T.unroll(vector):
                     index = ((step * _LOADS + u) * _THREADS + thread) * vector + v
-                    ordered, inverted = _ordered(held[u, v]), _inverted(index)
+                    ordered, inverted = ordered_bits(held[u, v]), _inverted(index)
                     if _matches(ordered, inverted, prefix):
                         place = T.atomic_add(filled[1], 1, return_prev=True)
                         candidate[place] = held[u, v]
@@ -285,14 +285,14 @@ def top_k_program(k: int, vector: int, marks: bool):
                         for i in T.serial(T.ceildiv(filled[1] - thread, _THREADS)):
                             place = i * _THREADS + thread
                             inverted = _inverted(candidate_index[place])
-                            count(_ordered(candidate[place]), inverted, prefix, digit, histogram)
+                            count(ordered_bits(candidate[place]), inverted, prefix, digit, histogram)
                     else:
                         for step in T.serial(T.ceildiv(units, _LOADS * _THREADS)):
                             load(scores, row, step, thread, held)
                             for u in T.unroll(_LOADS):
                                 for v in T.unroll(vector):
                                     index = ((step * _LOADS + u) * _THREADS + thread) * vector + v
-                                    count(_ordered(held[u, v]), _inverted(index), prefix, digit, histogram)
+                                    count(ordered_bits(held[u, v]), _inverted(index), prefix, digit, histogram)
                     T.sync_threads()
                     find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, inclusive, before, total)
                     narrow(digit, prefix, state, found, total)
@@ -303,13 +303,13 @@ def top_k_program(k: int, vector: int, marks: bool):
                 for step in T.serial(T.ceildiv(units, _THREADS)):
                     index = step * _THREADS + thread
                     if index < units:
-                        ordered, inverted = _ordered(scores[row, index, 0]), _inverted(index)
+                        ordered, inverted = ordered_bits(scores[row, index, 0]), _inverted(index)
                         enters = _matches(ordered, inverted, prefix) or _above(ordered, inverted, prefix)
                         out[row, index] = T.if_then_else(enters and ordered > T.uint32(HIDDEN), T.uint8(1), T.uint8(0))
             else:
                 for i in T.serial(T.ceildiv(filled[1] - thread, _THREADS)):
                     place = i * _THREADS + thread
-                    ordered, inverted = _ordered(candidate[place]), _inverted(candidate_index[place])
+                    ordered, inverted = ordered_bits(candidate[place]), _inverted(candidate_index[place])
                     if _matches(ordered, inverted, prefix) or _above(ordered, inverted, prefix):
                         chosen[T.atomic_add(filled[0], 1, return_prev=True)] = candidate_index[place]
                 T.sync_threads()

@@ -69,6 +69,7 @@ def test_flags_of_the_command_are_no_flags_of_torchrun(capsys: pytest.CaptureFix
         (["--nodes", "2", "generate", "x", "--expert-parallel-size", "4"], "say with --master HOST:PORT"),
         (["--nodes", "2", "--master", "a:1", "generate", "x", "--expert-parallel-size", "4"], "--node-rank which one"),
         (["--nodes", "3", "generate", "x", "--expert-parallel-size", "4"], "4 ranks do not fill 3 nodes"),
+        (["--nodes", "2", "generate", "x"], "1 rank does not fill 2 nodes .* such as --expert-parallel-size 2"),
         (["--nodes", "0", "generate", "x"], "--nodes is 0"),
         (["--print", "--master", "here", "generate", "x"], "--master is 'here'; it must be HOST:PORT"),
         (["--print", "--master", "a:99999", "generate", "x"], "--master is 'a:99999'"),

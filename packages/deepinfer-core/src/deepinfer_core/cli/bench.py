@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_slice_flags(parser)
     add_eplb_flags(parser)
-    served = parser.add_argument_group("serving a workload (cli/workload.py has the format)")
+    served = parser.add_argument_group("serving a workload (format: python -m pydoc deepinfer_core.cli.workload)")
     served.add_argument(
         "--workload", help="a JSONL file, or a made-up one: chat, agent (a file of that name is ./chat)"
     )

@@ -35,7 +35,7 @@ _EVEN = 1.15  # busiest / mean below which a recorded load is skewed
 
 def add_eplb_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the balancer's replay; --output and --plot are shared with workloads."""
-    group = parser.add_argument_group("recorded routing under the expert balancer (cli/bench_eplb.py)")
+    group = parser.add_argument_group("recorded routing under the expert balancer")
     group.add_argument("--eplb", action="store_true", help="busiest / mean over time, with and without the balancer")
     group.add_argument("--eplb-text", type=Path, help="text to route (Python's language reference and sources)")
     group.add_argument("--eplb-steps", type=int, default=600, help="steps of 512 tokens (600)")

@@ -61,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
     check_number("--wait", args.wait, 1, 86_400, ConfigError)
     num_nodes = check_integer("--nodes", args.nodes, 1, _MAX_NODES, ConfigError)
     if num_ranks % num_nodes:
-        raise ConfigError(f"{num_ranks} ranks do not fill {num_nodes} nodes evenly; change --nodes or the sizes")
+        ranks = "1 rank does" if num_ranks == 1 else f"{num_ranks} ranks do"
+        raise ConfigError(
+            f"{ranks} not fill {num_nodes} nodes evenly; change --nodes, a size of the command, such as "
+            f"--expert-parallel-size {num_nodes}, or --ranks of a script"
+        )
     if num_nodes > 1 and args.master is None:
         raise ConfigError(f"--nodes is {num_nodes}; say with --master HOST:PORT where they meet")
     if not args.print:

@@ -178,7 +178,7 @@ def _check_files(folder: Path, config: ModelConfig) -> str:
     present = [name for name in files if (folder / name).is_file()]
     if len(present) == len(files):
         open_checkpoint(folder, config)
-        return f"the headers of {len(files)} shards hold the tensors that config.json asks for"
+        return f"the headers of {len(files)} shard(s) hold the tensors that config.json asks for"
     if weight_map is None:
         return "config.json alone: there is neither an index nor a shard to check it against"
     check_against_manifest(config, dict.fromkeys(weight_map, ("", ())), str(folder / INDEX_NAME))

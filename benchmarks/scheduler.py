@@ -2,6 +2,8 @@
 
     .venv/bin/python benchmarks/scheduler.py --peer /tmp/vllm-env/bin/python --output results.json
 
+A longer table is made in several calls: results of other numbers of requests in the file of `--output` are kept.
+
 The peer's environment is made once (kernels.md 1.3; 5.9 GB):
 
     uv venv -p 3.12 /tmp/vllm-env
@@ -342,6 +344,14 @@ def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [min(same, key=lambda r: r["cpu_us_a_step"]["median"]) for same in zip(*rounds, strict=True)]
 
 
+def kept_results(output: Path, requests: list[int]) -> list[dict[str, Any]]:
+    """Results in `output` of an earlier call, for numbers of requests that were not measured again."""
+    if not output.exists():
+        return []
+    old = json.loads(output.read_text(encoding="utf-8"))["results"]
+    return [result for result in old if result["case"]["num_requests"] not in requests]
+
+
 def report(ours: list[dict[str, Any]], peer: list[dict[str, Any]]) -> None:
     print(f"{'':32}{'ours us/request':>18}{'vLLM us/request':>18}{'ratio':>8}   (CPU time; wall in brackets)")
     for i, mine in enumerate(ours):
@@ -391,7 +401,9 @@ def main() -> None:
     best_ours, best_peer = merge(ours), merge(peer) if peer else []
     report(best_ours, best_peer)
     if args.output:
-        args.output.write_text(json.dumps({"machine": machine(), "results": best_ours + best_peer}, indent=1) + "\n")
+        run = {"machine": machine(), "rounds": args.rounds}
+        results = kept_results(args.output, args.requests) + [result | run for result in best_ours + best_peer]
+        args.output.write_text(json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def phase(costs: Costs, requests: int, text: str, steps: int = STEPS) -> Phase:
     return Phase(requests, steps * costs.verify(requests), TEXTS[text])
 
 
-LOADS = {"cpu": (1, 8, 32, 60), "memory": (1, 32, 60), "arithmetic": (1, 32, 60)}
+LOADS = {"cpu": (1, 8, 32, 60), "memory": (1, 32, 60), "arithmetic": (1, 60)}
 CASES = [(world, text, n) for world in WORLDS for text in TEXTS for n in LOADS[world]]
 QUICK = {
     ("cpu", "prose", 8),

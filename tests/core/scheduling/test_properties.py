@@ -14,7 +14,7 @@ from deepinfer_core.scheduling.cost import CostModel, CostTable
 from deepinfer_core.scheduling.request import FinishReason
 from tests.core.scheduling.harness import VOCAB, Engine, alone, expect_short_answers, make_engine, rules
 
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FEW = settings(SETTINGS, max_examples=8)
 
 
@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_request_alone_and_nothing_leaks(trace: Trace) -
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces)
 def test_tokens_are_those_of_the_request_alone_in_many_traces(trace: Trace) -> None:
     test_tokens_are_those_of_the_request_alone_and_nothing_leaks.hypothesis.inner_test(trace)  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ import pytest
 
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.scheduling.plan import RowKind, TokenSource, Writes
-from deepinfer_core.scheduling.request import FinishReason
+from deepinfer_core.scheduling.request import Finished, FinishReason
+from deepinfer_core.scheduling.stats import SchedulerStats
 from tests.core.scheduling.harness import VOCAB, Engine, alone, expect_short_answers, make_engine
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -353,6 +354,18 @@ def test_usage_and_times_are_reported_at_the_end() -> None:
     report = engine.scheduler.stats.as_dict()
     assert report["output_tokens"] == 40
     assert report["finished"] == {"length": 1}
+
+
+def test_the_mean_time_to_first_token_is_split_into_queue_and_prefill() -> None:
+    stats = SchedulerStats()
+    for queue_s, first_token_s in ((0.010, 0.030), (0.050, 0.110)):
+        stats.request_finished(
+            Finished(0, FinishReason.LENGTH, 3, 2, queue_s=queue_s, first_token_s=first_token_s, total_s=0.5)
+        )
+    report = stats.as_dict()
+    means = [report[f"mean_{part}_ms"] for part in ("queue", "prefill", "first_token")]
+    assert means == pytest.approx([30.0, 40.0, 70.0])
+    assert SchedulerStats().as_dict()["mean_prefill_ms"] is None
 
 
 def test_replayed_rows_write_windows_only() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.config.scheduler import SpeculationConfig
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.acceptance import UNKNOWN_SURVIVAL, AcceptanceMeter
@@ -194,3 +197,24 @@ def test_a_cost_model_that_does_not_reach_the_largest_step_is_refused(max_rows: 
     costs = CostModel(TABLE, CostTable((1,), (0.1,)), max_rows=max_rows, max_requests=max_requests)
     with pytest.raises(ConfigError, match="steps may have 64 and 8: measure it that far"):
         make_engine(cost=costs, max_num_batched_tokens=64, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("reverses", [False, True])
+def test_outcomes_are_learned_in_whatever_order_the_device_answers(reverses: bool) -> None:
+    engine = make_engine(num_drafts=3, overlap=False)
+    for length in (5, 9, 14):
+        engine.scheduler.add(list(range(2, 2 + length)), SamplingParams(max_tokens=20, ignore_eos=True), seed=length)
+    verified, accepted = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    while (plan := engine.scheduler.schedule()) is not None:
+        result = engine.device.run(plan)
+        for n in range(len(result.slot)):
+            verified[: result.num_verified[n]] += 1
+            accepted[: result.num_tokens[n] - 1] += 1
+        order = np.arange(len(result.slot))[:: -1 if reverses else 1]
+        columns = ("slot", "generation", "position", "tokens", "num_tokens", "num_verified", "draft_tokens")
+        shuffled = {name: getattr(result, name)[order] for name in (*columns, "confidences")}
+        engine.scheduler.commit(plan, replace(result, **shuffled))
+    meter = engine.scheduler.speculation.meter
+    assert verified[0] > 0
+    assert meter.verified.tolist() == verified.tolist()
+    assert meter.accepted.tolist() == accepted.tolist()

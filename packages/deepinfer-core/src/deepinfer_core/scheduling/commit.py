@@ -129,8 +129,9 @@ class Committer:
         computed = ending.length + ending.kept
         computed -= 1
         full = computed >= (table.sealed_blocks[slots] + 1) * BLOCK_TOKENS
-        for n in full.nonzero()[0].tolist():
-            self._life.ledger.seal(int(slots[n]), int(computed[n]) // BLOCK_TOKENS)
+        if full.any():
+            for slot, position in zip(slots[full].tolist(), computed[full].tolist(), strict=True):
+                self._life.ledger.seal(slot, position // BLOCK_TOKENS)
         self._life.stats.output_tokens += int(ending.kept.sum())
         if self._life.quarantine.alone is not None and len(slots):
             self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
@@ -142,10 +143,7 @@ class Committer:
             return
         verified = result.num_verified[entries].astype(np.int64)
         accepted = result.num_tokens[entries].astype(np.int64) - 1
-        tried = np.flatnonzero(verified)
-        if len(tried) and len(flight.decode_slots):
-            some = slice(None) if len(tried) == len(slots) else tried
-            self._speculation.observe(flight.planned_survival(slots[some]), verified[some], accepted[some])
+        self._observe(slots, verified, accepted, flight)
         self._life.stats.verified_drafts += int(verified.sum())
         self._life.stats.accepted_drafts += int(accepted.sum())
         drafts = np.ascontiguousarray(result.draft_tokens[entries].T)  # [D', N]
@@ -163,11 +161,23 @@ class Committer:
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()
 
+    def _observe(self, slots: Int64Array, verified: Int64Array, accepted: Int64Array, flight: Flight) -> None:
+        num_decoding = len(flight.decode_slots)
+        if num_decoding == 0 or not verified.any():
+            return
+        if np.array_equal(slots[:num_decoding], flight.decode_slots):  # as most results come: nothing to gather
+            self._speculation.observe(flight.survival, verified[:num_decoding], accepted[:num_decoding])
+        else:
+            tried = verified.nonzero()[0]
+            self._speculation.observe(flight.planned_survival(slots[tried]), verified[tried], accepted[tried])
+
     def _survival(self, confidences: FloatArray, proposed: Int64Array) -> FloatArray:
-        survival = np.zeros((self._table.num_drafts, len(proposed)), np.float32)
         depth = min(len(confidences), self._table.num_drafts)
-        survival[:depth] = survivals(np.ascontiguousarray(confidences[:depth]), proposed)
-        np.copyto(survival, UNKNOWN_SURVIVAL, where=proposed == 0)
+        survival = survivals(np.ascontiguousarray(confidences[:depth]), proposed)
+        if depth < self._table.num_drafts:
+            survival = np.pad(survival, ((0, self._table.num_drafts - depth), (0, 0)))
+        if not proposed.all():
+            np.copyto(survival, UNKNOWN_SURVIVAL, where=proposed == 0)
         return survival
 
     # ---- ends -------------------------------------------------------------------------------------------------------

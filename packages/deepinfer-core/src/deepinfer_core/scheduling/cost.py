@@ -92,6 +92,7 @@ class CostModel:
         self._drift = np.full(num_factors, _POINT_DRIFT**2)
         self._drift[0] = _SPEED_DRIFT**2
         self._observed = 0
+        self._row_counts = np.arange(max_rows + 1, dtype=np.float64)
         self.shared_rows = 0  # of the fullest of the ranks that step together, without drafts: computed in any case
         self._rebuild()
 
@@ -101,8 +102,7 @@ class CostModel:
 
     def verify_seconds_at(self, rows: Float64Array) -> Float64Array:
         """The same for mean numbers of rows [n], which need not be whole."""
-        table = self._verify_seconds
-        seconds: Float64Array = np.interp(rows, np.arange(len(table), dtype=np.float64), table)
+        seconds: Float64Array = np.interp(rows, self._row_counts, self._verify_seconds)
         return np.maximum(seconds, self._shared_seconds())
 
     def _shared_seconds(self) -> float:

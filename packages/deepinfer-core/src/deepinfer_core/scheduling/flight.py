@@ -33,8 +33,6 @@ class Flight:
 
     def planned_survival(self, slots: Int64Array) -> FloatArray:
         """[drafts, N] what was known of the drafts of `slots` [N], which had some under verification."""
-        if np.array_equal(slots, self.decode_slots):
-            return self.survival
         column = np.searchsorted(self.decode_slots, slots)
         return np.take(self.survival, np.minimum(column, len(self.decode_slots) - 1), axis=1)
 

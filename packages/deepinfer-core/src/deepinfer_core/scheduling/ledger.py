@@ -49,8 +49,9 @@ class BlockLedger:
         """What of `request` is cached, and what to make of it."""
         if self._hasher is None:
             return Hit(0), Reuse(HitOutcome.OFF)
-        hit = Hit(0)
-        if not request.all_rows_wanted:
+        if request.all_rows_wanted:
+            hit = Hit(0)
+        else:
             self._extend_keys(request, request.num_tokens)
             hit = self.index.find(request.keys)
         reuse = self._rules.reuse(hit, request.num_tokens, request.decoder_from, all_rows=request.all_rows_wanted)
@@ -82,14 +83,13 @@ class BlockLedger:
         """The first `num_blocks` blocks of `slot` are full and computed: their content is final."""
         table = self._table
         request = table.flush(slot)
-        first = int(table.sealed_blocks[slot])
+        new = slice(int(table.sealed_blocks[slot]), num_blocks)
         table.sealed_blocks[slot] = num_blocks
         if self._hasher is None:
             return
         self._extend_keys(request, num_blocks * BLOCK_TOKENS)
-        for i in range(first, num_blocks):
-            block = int(table.block_table[slot, i])
-            if self.index.insert(request.keys[i], block):
+        for key, block in zip(request.keys[new], table.block_table[slot, new].tolist(), strict=True):
+            if self.index.insert(key, block):
                 self.pool.mark_hashed(block)
 
     def release(self, slot: int) -> Request:

@@ -38,29 +38,29 @@ class PrefixHasher:
     """
 
     def __init__(self, fingerprint: bytes, salt: bytes | None = None) -> None:
-        self._salt = secrets.token_bytes(32) if salt is None else salt
+        salt = secrets.token_bytes(32) if salt is None else salt
+        self._keyed = blake2b(digest_size=_KEY_BYTES, key=salt)  # copied for each hash: cheaper than to key each anew
         self._prefix = LAYOUT_VERSION.to_bytes(4, "little") + len(fingerprint).to_bytes(4, "little") + fingerprint
 
     def root(self, tenant_salt: str = "") -> bytes:
         """Where the chain of a tenant starts."""
         return self._hash(self._prefix + tenant_salt.encode("utf-8", "surrogatepass"))
 
-    def extend(self, parent: bytes, token_ids: Int64Array, identity: UInt8Array | None = None) -> bytes:
-        """Key of the block that follows `parent` and holds exactly these BLOCK_TOKENS tokens."""
-        body = parent + token_ids.astype(_KEY_DTYPE, copy=False).tobytes()
-        if identity is not None and identity.any():
-            body += identity.tobytes()
-        return self._hash(body)
-
     def chain(self, keys: list[bytes], root: bytes, token_ids: Int64Array, identity: UInt8Array | None = None) -> None:
         """Append to `keys` until it has one key for each full block of `token_ids`."""
-        for block in range(len(keys), len(token_ids) // BLOCK_TOKENS):
-            span = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-            part = None if identity is None else identity[span]
-            keys.append(self.extend(keys[-1] if keys else root, token_ids[span], part))
+        parent = keys[-1] if keys else root
+        for start in range(len(keys) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            span = slice(start, start + BLOCK_TOKENS)
+            body = parent + token_ids[span].astype(_KEY_DTYPE, copy=False).tobytes()
+            if identity is not None and (images := identity[span]).any():
+                body += images.tobytes()
+            parent = self._hash(body)
+            keys.append(parent)
 
     def _hash(self, data: bytes) -> bytes:
-        return blake2b(data, digest_size=_KEY_BYTES, key=self._salt).digest()
+        keyed = self._keyed.copy()
+        keyed.update(data)
+        return keyed.digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,13 +176,11 @@ class StepOutputs:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """(request number, tokens) of each request that got tokens."""
+        numbers: list[int] = self.number.tolist()
         width = self.tokens.shape[1]
         if width == 1:
-            yield from zip(self.number.tolist(), self.tokens.tolist(), strict=True)
-            return
+            return zip(numbers, self.tokens.tolist(), strict=True)
         kept: BoolArray = np.arange(width, dtype=np.int64) < self.num_tokens[:, None]
         tokens: list[int] = self.tokens[kept].tolist()  # one list of all, cut below: half the work of a list a row
-        begin = 0
-        for number, end in zip(self.number.tolist(), np.cumsum(self.num_tokens).tolist(), strict=True):
-            yield number, tokens[begin:end]
-            begin = end
+        ends: list[int] = np.cumsum(self.num_tokens).tolist()
+        return iter([(number, tokens[b:e]) for number, b, e in zip(numbers, [0, *ends], ends, strict=False)])

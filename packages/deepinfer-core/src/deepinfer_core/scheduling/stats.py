@@ -65,6 +65,7 @@ class SchedulerStats:
             "prefix_lookups": {outcome.name.lower(): self.lookups[outcome] for outcome in HitOutcome},
             "finished": dict(self.finished),
             "mean_queue_ms": _mean_ms(self.queue_s, requests),
+            "mean_prefill_ms": _mean_ms(self.first_token_s - self.queue_s, requests),
             "mean_first_token_ms": _mean_ms(self.first_token_s, requests),
             "mean_inter_token_ms": _mean_ms(self.decode_s, self.decode_tokens),
         }

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tests.kernels.cuda_host import bind
+
 # What CANN's headers define and the generated code of these programs uses. bfloat16: round to nearest, ties to even.
 PRELUDE = """
 #include <algorithm>
@@ -55,13 +57,6 @@ template <auto function, class... Args> static void asc_vf_call(cce::dim3 thread
   for (threadIdx.x = 0; threadIdx.x < threads.x; ++threadIdx.x) function(args...);
 }
 """
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
 _SCALARS = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
 
 
@@ -110,23 +105,3 @@ def kernel_signature(source: str) -> list[tuple[str, str]]:
     assert match is not None, "the source has no vector entry"
     parameters = [part.rsplit(" ", 1) for part in match[1].split(", ")]
     return [(name, kind.removeprefix("__gm__ ")) for kind, name in parameters]
-
-
-def bind(prim_func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Values of a launch by name: tensors, scalars and the dynamic sizes that follow from the tensors' shapes."""
-    assert len(args) == len(prim_func.params), f"{len(args)} arguments for {len(prim_func.params)} parameters"
-    values: dict[str, Any] = {}
-    for parameter, value in zip(prim_func.params, args, strict=True):
-        if parameter not in prim_func.buffer_map:
-            assert not isinstance(value, torch.Tensor), f"{parameter.name} is a number"
-            values[parameter.name] = value
-            continue
-        buffer = prim_func.buffer_map[parameter]
-        assert value.dtype == _DTYPES[str(buffer.dtype)], f"{buffer.name} is {value.dtype}, not {buffer.dtype}"
-        assert value.is_contiguous(), f"{buffer.name} is not contiguous"
-        assert value.dim() == len(buffer.shape), f"{buffer.name} has shape {tuple(value.shape)}"
-        values[buffer.name] = value
-        for size, extent in zip(value.shape, buffer.shape, strict=True):
-            wanted = values.setdefault(extent.name, size) if hasattr(extent, "name") else int(extent)
-            assert size == wanted, f"{buffer.name} has shape {tuple(value.shape)}, not {buffer.shape}"
-    return values

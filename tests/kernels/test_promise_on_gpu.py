@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.engine.random_traffic import SETTINGS, Setup, preempted_steps, random_traffic, setups
-from tests.core.engine.test_determinism import crowd
-from tests.core.engine.traces import Oracle, Server, Traffic, check, engine_of, play_anywhere
+from tests.core.engine.test_determinism import play_crowd
+from tests.core.engine.traces import Oracle, Traffic, play_anywhere
 from tests.fixture_models import FIXTURES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -38,21 +38,4 @@ def test_answers_do_not_depend_on_load_settings_and_disturbances(
 
 
 def test_a_crowd_with_hits_preemptions_and_drafts_gets_the_answers_of_each_request_alone(oracle: Oracle) -> None:
-    """The same property on a trace that is known to meet everything."""
-    engine = engine_of(
-        oracle.model,
-        max_model_len=oracle.max_model_len,
-        max_num_seqs=5,
-        max_num_batched_tokens=100,
-        num_blocks=16,
-        num_drafts=5,
-        draft_schedule="fixed",
-        **oracle.settings | {"enforce_eager": False},
-    )
-    check(oracle, Server(engine, oracle, frozenset({20, 33, 47})), crowd(1, 10), "compact")
-    stats = engine.scheduler.stats
-    engine.runner.close()
-    assert stats.hit_tokens >= 3 * 256
-    assert stats.replayed_tokens > 0
-    assert stats.preemptions >= 3
-    assert 0 < stats.accepted_drafts < stats.verified_drafts
+    play_crowd(oracle, **oracle.settings | {"enforce_eager": False})

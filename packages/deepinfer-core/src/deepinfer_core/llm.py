@@ -40,6 +40,7 @@ from deepinfer_core.requests import (
     prompt_list,
 )
 from deepinfer_core.runtime.announce import start_announced
+from deepinfer_core.runtime.interrupts import DeferredInterrupt
 from deepinfer_core.scheduling.request import StepOutputs
 from deepinfer_core.text import Tokenizer
 
@@ -200,7 +201,7 @@ class LLM:
             except RequestError as error:
                 error.add_note(f"in prompt {index} of {len(prompts)}")
                 raise
-        with self._lock:  # the numbers of one call follow each other
+        with self._lock, DeferredInterrupt():  # the numbers of one call follow each other
             for request in requests:
                 self._factory.start(request)
         return requests
@@ -237,7 +238,7 @@ class LLM:
         """Queue them; whatever is unfinished at the end (an error, Ctrl-C, a closed stream) is aborted."""
         call = _Call(len(requests), deque(requests))
         try:
-            with self._lock:
+            with self._lock, DeferredInterrupt():
                 self._check_usable()
                 self._feed(call)
             yield call
@@ -257,7 +258,7 @@ class LLM:
 
     def _step(self, call: _Call) -> int:
         """A step for the requests of all threads, unless others have finished this call. Tokens that it brought."""
-        with self._lock:
+        with self._lock, DeferredInterrupt():
             self._check_usable()
             self._drop()
             if not call.num_open:
@@ -283,12 +284,13 @@ class LLM:
         """End what is unfinished of them. A stream may be closed by the garbage collector in the middle of a step of
         the same thread: whoever holds the lock then does it, before the next step or after this one.
         """
-        self._dropped.extend(requests)
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                self._drop()
-            finally:
-                self._lock.release()
+        with DeferredInterrupt():
+            self._dropped.extend(requests)
+            while self._dropped and self._lock.acquire(blocking=False):
+                try:
+                    self._drop()
+                finally:
+                    self._lock.release()
 
     def _drop(self) -> None:
         engine = self._engine

@@ -121,6 +121,8 @@ def _job(line: str, given: dict[str, Any]) -> _Job:
     if not isinstance(value, dict) or sum(key in value for key in _PROMPT_KEYS) != 1:
         raise RequestError(f"the line is {shown(line)}; give an object with either prompt or prompt_token_ids")
     prompt = {key: value.pop(key) for key in _PROMPT_KEYS if key in value}
+    if not isinstance(prompt.get("prompt", ""), str):  # said here, where the line is known and no model is loaded yet
+        raise RequestError(f"prompt is {shown(prompt['prompt'])}; it must be a text")
     params = value.pop("params", {})
     if not isinstance(params, dict) or not _PARAMS.issuperset(params):
         raise RequestError(f"params is {shown(params)}; give an object with keys among {', '.join(sorted(_PARAMS))}")

@@ -17,7 +17,8 @@ from benchmarks.gpu.subjects import Agreement, Subject, lost_positions, subjects
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.registry import build_kernels, choose_provider
 
-ACCELERATORS = ["cpu", pytest.param("nvidia", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ACCELERATORS = ["cpu", pytest.param("nvidia", marks=NEEDS_GPU)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Known:
         return self.subject.logits(self.subject.params(torch.bfloat16, choice.device), table, form)
 
 
-@pytest.fixture(scope="module", params=["tiny-a", pytest.param("tiny", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["tiny-a", pytest.param("tiny", marks=NEEDS_GPU)])
 def known(request: pytest.FixtureRequest) -> Known:
     subject, choices = next(subjects((request.param,))), Choices()
     reference = subject.logits(subject.params(torch.float32), recording(REFERENCE, choices))

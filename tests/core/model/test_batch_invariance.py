@@ -64,7 +64,7 @@ def test_chunks_and_company_leave_the_bits_alone(tiny_a: TinyModel, seed: int) -
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_chunks_and_company_leave_the_bits_alone_at_length(tiny: TinyModel, seed: int) -> None:
     requests = sequences(tiny, 3, 130, 301, 2)

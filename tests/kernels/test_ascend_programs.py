@@ -238,6 +238,7 @@ def test_warming_compiles_every_program_once_and_reports(
 # ---- structure of the sources ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_program_of_the_release_lowers_to_a_vector_kernel_within_its_limits(
     package: SimpleNamespace, release: ModelConfig
 ) -> None:

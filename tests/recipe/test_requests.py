@@ -439,7 +439,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(body=JSON, fields=st.dictionaries(KEYS, JSON, max_size=4), extended=st.booleans())
 def test_no_body_raises_anything_but_the_documented_errors(body: Any, fields: dict[str, Any], extended: bool) -> None:
     options = EXTENDED if extended else STRICT

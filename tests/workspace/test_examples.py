@@ -13,9 +13,13 @@ from tests.workspace.conftest import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIMIT_S = 300
+LONG = ("deterministic", "expert_parallel", "speculative")  # with several engines or processes each
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in EXAMPLES],
+)
 def test_an_example_runs_as_it_stands(example: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPINFER_")}
     done = subprocess.run(

@@ -40,6 +40,7 @@ def test_a_rank_that_meets_its_end_at_a_random_point_is_named_by_all_others(end:
             assert ranks.deaths == [] or f"rank {doomed} (process" in ranks.deaths[0]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for_until_the_deadline_and_named_after_it() -> None:
     with RankProcesses(2, DEADLINE_S) as ranks:
         ranks.ask("step", step=4, seconds={"1": 1.6})

@@ -8,9 +8,11 @@
 A longer table is made in several calls: results of the same text, batch and temperature in the file of `--output` are
 replaced, the others stay.
 
-The bundled model on prompts of `texts.py`. Every way has an engine of its own; each round runs all of them in turn, and
-all give the same tokens. `scheduled_over` are ratios of scheduled to each other way, medians over rounds, and the least
-of them is the ratio to the best other way. Rates are medians, too; accepted and verified are drafts a request and step.
+The bundled model on prompts of `texts.py`. Every way has two engines of its own, made in opposite orders, so that what
+comes of the order cancels; each round runs all ways in turn on the engines of one order, and all give the same tokens.
+`scheduled_over` are ratios of scheduled to each other way: the geometric mean of the two orders' medians over their
+rounds (`by_order`), least and largest round. The least of the means is the ratio to the best other way. Rates are
+medians; accepted and verified are drafts a request and step.
 """
 
 from __future__ import annotations
@@ -66,30 +68,49 @@ def counts(llm: LLM) -> list[int]:
     return [cast("int", found[name]) for name in ("output_tokens", "verified_drafts", "accepted_drafts")]
 
 
+def both(name: str, rates: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """Scheduled over way `name` on the engines of both orders."""
+    found = [median_ratio(order["scheduled"], order[name]) for order in rates]
+    by_order = [ratio["median"] for ratio in found]
+    return {
+        "median": statistics.geometric_mean(by_order),
+        "by_order": by_order,
+        "least": min(ratio["least"] for ratio in found),
+        "largest": max(ratio["largest"] for ratio in found),
+    }
+
+
 def measure(
-    llms: dict[str, LLM], text: str, batch: int, output_tokens: int, temperature: float, rounds: int
+    orders: list[dict[str, LLM]], text: str, batch: int, output_tokens: int, temperature: float, rounds: int
 ) -> dict[str, Any]:
-    """One batch size: rates of all ways, and the ratios within rounds."""
-    for llm in llms.values():  # the guard and the cost model settle at this load, as they would in a server
-        answer(llm, text, batch, output_tokens, temperature, 0)
-    before = {name: counts(llm) for name, llm in llms.items()}
-    rates = turns(
-        {
-            name: lambda n, llm=llm: answer(llm, text, batch, output_tokens, temperature, 1 + n)
-            for name, llm in llms.items()
-        },
-        rounds,
-    )
+    """One batch size: rates of all ways, and the ratios within `rounds` rounds of each order."""
+    for llms in orders:  # the guard and the cost model settle at this load, as they would in a server
+        for llm in llms.values():
+            answer(llm, text, batch, output_tokens, temperature, 0)
+    before = {name: [counts(llms[name]) for llms in orders] for name in WAYS}
+    rates = [
+        turns(
+            {
+                name: lambda n, llm=llm: answer(llm, text, batch, output_tokens, temperature, 1 + n)
+                for name, llm in llms.items()
+            },
+            rounds,
+        )
+        for llms in orders
+    ]
     ways: dict[str, Any] = {}
-    for name, llm in llms.items():
-        tokens, verified, accepted = (a - b for a, b in zip(counts(llm), before[name], strict=True))
+    for name in WAYS:
+        after = [counts(llms[name]) for llms in orders]
+        tokens, verified, accepted = (
+            sum(new[i] - old[i] for new, old in zip(after, before[name], strict=True)) for i in range(3)
+        )
         draws = tokens - accepted  # each request draws one token of its own a step
         ways[name] = {
-            "tokens_per_s": statistics.median(rates[name]),
+            "tokens_per_s": statistics.median(rate for order in rates for rate in order[name]),
             "accepted_a_step": accepted / draws,
             "verified_a_step": verified / draws,
         }
-    over = {name: median_ratio(rates["scheduled"], rates[name]) for name in WAYS if name != "scheduled"}
+    over = {name: both(name, rates) for name in WAYS if name != "scheduled"}
     return {
         "text": text,
         "batch": batch,
@@ -99,7 +120,7 @@ def measure(
         "ways": ways,
         "scheduled_over": over,
         "scheduled_over_best": min(ratio["median"] for ratio in over.values()),
-        "policy": llms["scheduled"].statistics()["draft_policy"],
+        "policy": [llms["scheduled"].statistics()["draft_policy"] for llms in orders],
     }
 
 
@@ -119,18 +140,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 60])
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of each order of making the engines (5)")
     args = parser.parse_args()
     if not all(1 <= batch <= MAX_REQUESTS for batch in args.batch):
         parser.error(f"--batch goes from 1 to {MAX_REQUESTS}")
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         common: dict[str, Any] = {"quiet": True, "max_num_seqs": MAX_REQUESTS, "max_num_batched_tokens": 1024}
-        llms = {name: stack.enter_context(LLM("tiny", **common, **settings)) for name, settings in WAYS.items()}
+        orders = [
+            {name: stack.enter_context(LLM("tiny", **common, **WAYS[name])) for name in order}
+            for order in (list(WAYS), list(WAYS)[::-1])
+        ]
         for text in args.text:
             for temperature in args.temperature:
                 for batch in args.batch:
-                    found = measure(llms, text, batch, args.output_tokens, temperature, args.rounds)
+                    found = measure(orders, text, batch, args.output_tokens, temperature, args.rounds)
                     print(text, batch, temperature, found["scheduled_over_best"], found["policy"], flush=True)
                     results.append(found)
     write_results(args.output, {"results": kept_results(args.output, results) + results})

@@ -4,7 +4,7 @@
 
 A longer table is made in several calls: results of other numbers of requests in the file of `--output` are kept.
 
-The peer's environment is made once (kernels.md 1.3; 5.9 GB):
+The peer's environment is made once (5.9 GB):
 
     uv venv -p 3.12 /tmp/vllm-env
     echo torch==2.13.0 > /tmp/override.txt

@@ -1,4 +1,4 @@
-"""Root objects of config.json for tests: the release's (model.md 1.1) and a small one of another shape."""
+"""Root objects of config.json for tests: the release's and a small one of another shape."""
 
 from __future__ import annotations
 

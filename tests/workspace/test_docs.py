@@ -19,6 +19,20 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("package
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 READMES = [ROOT / "README.md", *(ROOT / f"packages/{name}/README.md" for name in ("deepinfer-core", "deepseek-recipe"))]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+SECTION_LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]*)#([^)]+)\)")
+POINTER = re.compile(r"docs/([a-z_]+\.md): ([A-Z][a-z ]+)[.)]")  # in a docstring: the page, the name of its section
+SOURCES = sorted(
+    path for folder in ("packages", "tools", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def _headings(page: Path) -> list[str]:
+    return re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def _anchor(heading: str) -> str:
+    """The name that a link gives to a heading: lowercase, hyphens for spaces, no punctuation."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_the_documented_settings_and_defaults_are_the_engines() -> None:
@@ -43,6 +57,22 @@ def test_the_documented_variables_are_those_that_are_read() -> None:
 def test_a_page_links_only_to_files_that_exist(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_a_link_to_a_section_finds_its_heading() -> None:
+    dangling: list[str] = []
+    for page in PAGES:
+        for target, anchor in SECTION_LINK.findall(page.read_text(encoding="utf-8")):
+            aim = page.parent / target if target else page
+            if anchor not in map(_anchor, _headings(aim)):
+                dangling.append(f"{page.name}: {target}#{anchor}")
+    assert dangling == []
+
+
+def test_a_docstring_points_to_a_section_that_exists() -> None:
+    pointers = {pointer for path in SOURCES for pointer in POINTER.findall(path.read_text(encoding="utf-8"))}
+    assert len(pointers) >= 7
+    assert [f"{page}: {section}" for page, section in pointers if section not in _headings(ROOT / "docs" / page)] == []
 
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))

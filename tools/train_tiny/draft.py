@@ -1,4 +1,4 @@
-"""The DSpark stages over many anchors at once, and their losses (model.md 4.1, systems.md A.2).
+"""The DSpark stages over many anchors at once, and their losses (docs/model.md: Drafter).
 
     anchor a: features of positions < a are known, y = tokens[a] is the anchor, the block is [y, noise x 4]
     q_k  = softmax(U_k + markov(tokens[a + k - 1])) predicts tokens[a + k], k = 1 .. 5;  p_k: the backbone there

@@ -2,7 +2,7 @@
 
     tokens ─ embed ─► 4 streams ─► layers: (Engram) ─ mHC ─ attention ─ mHC ─ MoE ─► collapse ─ norm ─► hidden
 
-The formulas are the engine's (deepinfer_core.kernels.reference, model.md 2); only the layout differs: rows of equal
+The formulas are the engine's (deepinfer_core.kernels.reference); only the layout differs: rows of equal
 length, masks instead of page tables. tests/tools/test_train_model.py checks it against the fixtures of nemo-automodel.
 Gradients pass the cache roundings unchanged (straight-through). The indexer gets no gradient from the language model:
 its inputs are detached, and its loss is the distance of its scores to the attention that the layers of its group pay to
@@ -149,7 +149,7 @@ def _cut(rows: Tensor, batch: int, length: int) -> Tensor:
 def sublayer(
     p: Params, config: ModelConfig, name: str, part: str, streams: Tensor, pre: Tensor, run: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """mHC around one sublayer (model.md 2.3): streams [R, S, D], pre [R, S] of the one before -> streams, own pre."""
+    """mHC around one sublayer: streams [R, S, D], pre [R, S] of the one before -> streams, own pre."""
     new_pre, post, c = ops.mix(
         streams, p[f"{name}.hc_{part}_fn"], p[f"{name}.hc_{part}_base"], p[f"{name}.hc_{part}_scale"],
         config.hc_sinkhorn_iters, config.rms_norm_eps, config.hc_eps,

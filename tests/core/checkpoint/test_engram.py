@@ -1,4 +1,4 @@
-"""Engram's constants, token classes and table rows, against model.md 2.6 and the tiny checkpoints."""
+"""Engram's constants, token classes and table rows, against the release's numbers and the tiny checkpoints."""
 
 from __future__ import annotations
 

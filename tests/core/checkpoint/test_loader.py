@@ -25,7 +25,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 
 class Stored:
-    """The independent reader: safetensors for the bytes, NumPy for the formulas of model.md 5.3."""
+    """The independent reader: safetensors for the bytes, NumPy for the formulas."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, Tensor] = {}

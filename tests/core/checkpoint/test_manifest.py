@@ -49,7 +49,7 @@ def test_the_release_stores_the_published_bytes_of_each_type(release_specs: list
     for spec in release_specs:
         stored[spec.dtype] += spec.num_bytes
     gigabytes = {dtype: size / 1e9 for dtype, size in stored.items()}
-    published = {"F8_E4M3": 204.0, "I8": 278.6, "F8_E8M0": 23.6, "BF16": 3.95, "F32": 0.17}  # model.md 5.1, rounded
+    published = {"F8_E4M3": 204.0, "I8": 278.6, "F8_E8M0": 23.6, "BF16": 3.95, "F32": 0.17}  # GB, rounded
     assert gigabytes == pytest.approx(published, abs=0.05, rel=0.001)
 
 

@@ -121,7 +121,7 @@ def test_more_of_anything_is_never_faster(requests: int) -> None:
 
 @pytest.mark.parametrize("requests", [1, 4, 16, 64, 256])
 def test_ep64_is_ahead_of_ep8_at_every_batch_size(requests: int) -> None:
-    """Published without figures: field.md 2.1."""
+    """Published without figures."""
     assert decode_s(cost(64), requests) < decode_s(cost(8), requests)
 
 

@@ -10,7 +10,7 @@ from deepinfer_core.config.engine import EngineConfig, all_settings, resolve_set
 from deepinfer_core.config.env import VARIABLES, read_text
 from deepinfer_core.errors import ConfigError
 
-# The variables of the original (field.md 0), each with a text and what it must set.
+# The variables of the original DeepInfer, each with a text and what it must set.
 VARIABLE_VALUES: dict[str, tuple[str, str, Any]] = {
     "DEEPINFER_ACCELERATOR": ("nvidia", "accelerator", "nvidia"),
     "DEEPINFER_HF_MODEL_DIR": ("/models/x", "model", "/models/x"),

@@ -1,4 +1,4 @@
-"""Rope frequencies against model.md's numbers and a direct evaluation of the formula."""
+"""Rope frequencies against the release's ramp and a direct evaluation of the formula."""
 
 from __future__ import annotations
 

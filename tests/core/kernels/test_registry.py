@@ -1,4 +1,4 @@
-"""Which provider runs: named, found, none, two (design.md 4)."""
+"""Which provider runs: named, found, none, two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mHC against an evaluation of model.md 2.3 in float64, line by line."""
+"""mHC against an evaluation of its formulas (docs/model.md: Residual streams) in float64, line by line."""
 
 from __future__ import annotations
 

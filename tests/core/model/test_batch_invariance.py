@@ -1,4 +1,4 @@
-"""A row's logits depend on its request alone, bit for bit: not on chunks, company, padding, threads (design.md 5)."""
+"""A row's logits depend on its request alone, bit for bit: not on chunks, company, padding, threads."""
 
 from __future__ import annotations
 

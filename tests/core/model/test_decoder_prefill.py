@@ -1,4 +1,4 @@
-"""`decoder_prefill`: rows below the cut skip the decoder half (design.md 7)."""
+"""`decoder_prefill`: rows below the cut skip the decoder half."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling as design.md 6 words it, one row at a time in plain Python and numpy: what the sampler is compared with."""
+"""Sampling by its definition, one row at a time in plain Python and numpy: what the sampler is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against the oracle of design.md 6, row by row, and the promise that a row does not know its company."""
+"""The sampler against the oracle, row by row, and the promise that a row does not know its company."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_staircase_is_climbed_over_its_local_optima() -> None:
     assert causal_lengths(survival, np.array([4]), seconds, 1).tolist() == [0]
 
 
-# The paper's example (systems.md A.5): one request, two drafts, vocabulary {A, B}, steps a second 1, 0.5, 0.45,
+# The DSpark paper's example: one request, two drafts, vocabulary {A, B}, steps a second 1, 0.5, 0.45,
 # target (0.7, 0.3), drafter (0.5, 0.5). The first draft survives with 1 - TV = 0.8; the second is certain after A and
 # hopeless after B.
 PAPER_SECONDS = np.array([1.0, 1 / 0.5, 1 / 0.45])

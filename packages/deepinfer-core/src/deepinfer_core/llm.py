@@ -7,7 +7,7 @@
         print(output.prompt, output.outputs[0].text)
 
 A request's tokens are a function of weights, prompt, parameters and seed: not of what else is asked for in the same
-call (design.md 6). The seed of every answer is in its output.
+call (docs/determinism.md). The seed of every answer is in its output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stored bytes to numbers, exactly (model.md 5.3).
+"""Stored bytes to numbers, exactly (docs/model.md: Checkpoint).
 
     e8m0   byte b              -> 2^(b - 127), 255 = NaN
     FP8    e4m3 q[i, j]        -> q[i, j] * 2^(s[i // 32, j // 32] - 127)

@@ -1,4 +1,4 @@
-"""Constants of the Engram hash (model.md 2.6), a function of the config alone.
+"""Constants of the Engram hash (docs/model.md: Engram), a function of the config alone.
 
     multipliers  2 v + 1 for max_ngram draws v of NumPy's default_rng(10007 layer) in [0, floor((2^63 - 1) / C) div 2)
     primes       consecutive primes from engram_vocab_size up, never reused, in the order (layer, n-gram size 2.., head)

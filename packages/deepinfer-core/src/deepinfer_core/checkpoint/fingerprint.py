@@ -1,4 +1,4 @@
-"""A short name for a set of weights: blake2b over config, index, all headers and samples of all shards (design.md 10).
+"""A short name for a set of weights: blake2b over config, index, all headers and samples of all shards.
 
 It goes into cache keys and replay files, so that state of one checkpoint is never used with another. Sampling reads at
 most 192 KiB a shard; `full=True` reads every byte.

@@ -4,7 +4,7 @@
                                                   └ Engram rows: kept packed, in memory, on the device or mapped on disk
 
 Routed experts are chosen by layer; draft stage s counts as layer num_hidden_layers + s. A quantized weight and its
-scale are read together and dequantized on the target device, exactly (model.md 5.3).
+scale are read together and dequantized on the target device, exactly (dequantize.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint of a given config must hold: names, shapes, dtypes (model.md 5.2).
+"""The tensors that a checkpoint of a given config must hold: names, shapes, dtypes (docs/model.md: Checkpoint).
 
     embed head norm | layers.0 .. L-1 | mtp.0 .. S-1 | vision aligner image_*     96,085 tensors, 510 GB in the release
 

@@ -1,4 +1,4 @@
-"""What fits: bytes by part and rank, from a config alone (model.md 3, 5.2, 6).
+"""What fits: bytes by part and rank, from a config alone.
 
     device of rank r = weights: dense parts whole, its share of the routed experts (and of Engram rows kept on devices)
                      + blocks of its sequences: compressed KV and index keys, 890 B a token in the release
@@ -262,7 +262,7 @@ def cache_bytes(config: ModelConfig, workload: Workload, num_slots: int) -> dict
 
 
 def _record_bytes(c: ModelConfig, form: Form) -> tuple[int, int, int]:
-    """Bytes of a window key, a compressed entry and an index key (model.md 3.1)."""
+    """Bytes of a window key, a compressed entry and an index key (docs/model.md: Cache records)."""
     if form == "plain":
         return c.head_dim * _FLOAT32, c.head_dim * _FLOAT32, c.index_head_dim * _FLOAT32
     return (

@@ -2,7 +2,7 @@
 
 Matrices are N(0, 1 / fan_in); norms and Engram's q/k weights are near 1, mHC and router parameters small and distinct.
 The output projections wo_b and routed w2 are scaled by 0.2 and 0.1: with full-size ones the cache roundings amplify
-last-bit differences until no two correct programs agree (model.md 10.1). The values are not rounded to FP8/FP4 grids;
+last-bit differences until no two correct programs agree. The values are not rounded to FP8/FP4 grids;
 Engram rows are.
 """
 

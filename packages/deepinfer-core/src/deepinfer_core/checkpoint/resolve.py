@@ -1,4 +1,4 @@
-"""From what the user named, or did not name, to a folder with a checkpoint (design.md 10).
+"""From what the user named, or did not name, to a folder with a checkpoint.
 
 argument ─► "tiny": the bundled checkpoint
          ─► a folder (a folder called tiny is "./tiny")

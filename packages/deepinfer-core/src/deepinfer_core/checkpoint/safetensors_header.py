@@ -3,7 +3,7 @@
     | u64 little-endian n | n bytes of JSON                                                      | payload            |
                             {"name": {"dtype": .., "shape": [..], "data_offsets": [a, b]}, "__metadata__": {"k": "v"}}
 
-A header comes from strangers (style-and-reliability.md S15), so every claim is checked against the size of the file:
+A header comes from strangers, so every claim is checked against the size of the file:
 the header's length, JSON without duplicate names, known dtypes, sizes in range, dtype x shape = b - a, and offsets that
 tile the payload from 0 to its end without gap or overlap. Whatever is wrong is a CheckpointError that names the file.
 """

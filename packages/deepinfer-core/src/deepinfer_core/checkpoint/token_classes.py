@@ -1,4 +1,4 @@
-"""Engram's token classes: ids whose text differs only in case, accents or spacing hash alike (model.md 2.6 and 10.6).
+"""Engram's token classes: ids whose text differs only in case, accents or spacing hash alike.
 
     text of the id (special tokens kept) ── has U+FFFD (part of a character) ──► key = the raw vocabulary string
         └► NFKC, NFD, strip accents, lowercase, runs of [ \\t\\r\\n] -> " "

@@ -12,7 +12,7 @@
 letters: V vocabulary, D hidden, S streams (hc_mult), H heads, d head_dim, G o_groups, E experts of the layer, E_local
 experts held here, I expert width, r Markov rank, T draft target layers. Tensors stored as F32 in the checkpoint (mHC,
 sinks, router biases) and the confidence vector are float32; all others have the dtype that the loader was asked for.
-Source of every shape: model.md 5.2.
+Source of every shape: the manifest (manifest.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngramWeights:
-    """One Engram layer (model.md 2.6); C = (max_ngram - 1) heads columns, ordered by n-gram size, then head."""
+    """One Engram layer; C = (max_ngram - 1) heads columns, ordered by n-gram size, then head."""
 
     wkv: Tensor  # [(S + 1) D, C engram_head_dim]
     q_weight: Tensor  # [S, D]

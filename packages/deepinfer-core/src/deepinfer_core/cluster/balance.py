@@ -7,7 +7,7 @@
 
 The load of an expert is Zipf's with a random walk of its logarithm, scaled back to the same spread; placement and split
 are the engine's own (`expert_placement.plan`, `expert_load.split_tokens`). Layers are alike, so a few stand for all.
-The published "busiest +9 %" is a balance of 0.917 (field.md 2.2).
+The published "busiest +9 %" is a balance of 0.917.
 """
 
 from __future__ import annotations

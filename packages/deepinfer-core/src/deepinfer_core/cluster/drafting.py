@@ -7,7 +7,7 @@
 
 The mean acceptance follows from the published accepted length of five drafts. The spread decides what is lost when a
 part of the drafts is dropped; it is chosen so that about 3.2 of 5 drafts are verified at 60 requests a rank, as was
-published for the busy end. Sources: field.md 2.1, systems.md A.4, A.9.
+published for the busy end (docs/cluster.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 `link_rate` is one direction of a device's links inside its scale-up domain (vendors print the sum of both directions);
 `network_rate` is what leads out of the domain. Only memory, its rate, fp8 and the links enter the cost model; bf16 and
-fp4 are listed because a reader compares them. Source of the peaks: systems.md G.7, which names its tables.
+fp4 are listed because a reader compares them. Each figure names its source.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     draft      stages          dense + experts params, head; window only
 
 A prompt's rows run through the encoder half, its last rows through both (decoder_prefill "compact"); a decoding row
-runs through both and the head. model.md 1.2, 2.4, 2.5, 3.1, 4. Norms, mHC's elementwise work and the look-up of
+runs through both and the head (docs/model.md). Norms, mHC's elementwise work and the look-up of
 Engram rows are left out: few flops, some bytes and latency, which the calibration absorbs.
 """
 

@@ -3,8 +3,8 @@
     stored by session    [ shared prefix | blocks of 128 tokens, up to the end of the last answer ]
     lost                 whole, when not used for `retention`, or as the least recently used when the store is full
 
-Hits are exact prefixes in whole blocks (field.md 2.2). A hit of at most one block is not taken, and the last token of a
-prompt is always computed, since its logits are wanted (design.md 7).
+Hits are exact prefixes in whole blocks. A hit of at most one block is not taken, and the last token of a
+prompt is always computed, since its logits are wanted.
 """
 
 from __future__ import annotations

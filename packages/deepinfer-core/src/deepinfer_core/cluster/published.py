@@ -10,7 +10,7 @@
 
 "75 % acceptance" of the decode points has two readings: `position`, each draft is accepted with 0.75 if those before
 it were (1 + 0.75 + 0.75^2 + 0.75^3 = 2.73 tokens a step); `drafts`, 75 % of all drafts are (3.25). Steps are as much
-longer under the second. Both are kept. Sources: field.md 2.1 (charts read off by a journalist), systems.md G.7.
+longer under the second. Both are kept. Source: the original's charts, as read off by MarkTechPost.
 """
 
 from __future__ import annotations

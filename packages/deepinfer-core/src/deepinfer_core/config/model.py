@@ -6,8 +6,8 @@
     index owner   -   | 2         | 8       | 14       | 20        | 24     | 28     | 32     | 36      | -
 
 The owner of a layer is the largest source at or below it. Layers from `decoder_start` (the last KV source, 20 in the
-release) on form the decoder half: they own no long-range KV but that one. Source of every rule: model.md sections 1.1,
-1.2 and 10.
+release) on form the decoder half: they own no long-range KV but that one. Roles and formulas:
+docs/model.md; names and values are those of config.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LayerRole = Literal["window", "source", "reindex", "reuse"]
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """Long-context rotary scaling of the layers with a compressed cache (model.md 2.4)."""
+    """Long-context rotary scaling of the layers with a compressed cache (docs/model.md: Attention)."""
 
     factor: float
     beta_fast: float

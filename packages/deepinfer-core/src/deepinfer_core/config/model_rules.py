@@ -1,4 +1,4 @@
-"""Rules that tie the values of a `ModelConfig` together (model.md 1, 2.6, 10); a ConfigError names what fails.
+"""Rules that tie the values of a `ModelConfig` together (docs/model.md); a ConfigError names what fails.
 
 Bounds exist so that a damaged config.json is refused here, instead of exhausting memory or time in what is built from
 it. They leave a factor of ten or more above the release.

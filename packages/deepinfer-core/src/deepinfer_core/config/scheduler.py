@@ -126,7 +126,7 @@ class SpeculationConfig:
 
 
 def window_ring_slots(window: int, num_drafts: int, in_flight_steps: int = IN_FLIGHT_STEPS) -> int:
-    """Slots of every window ring: `window + in_flight_steps * (num_drafts + 1)` (design.md 7), 140 in the release."""
+    """Slots of every window ring: `window + in_flight_steps * (num_drafts + 1)`, 140 in the release."""
     return window + in_flight_steps * (num_drafts + 1)
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1-Flash as in model.md, one file a concept. Knows no scheduling and no backend."""
+"""DeepSeek-V4.1-Flash as in docs/model.md, one file a concept. Knows no scheduling and no backend."""
 
 from __future__ import annotations
 

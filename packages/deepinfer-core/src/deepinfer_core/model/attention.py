@@ -1,5 +1,5 @@
-"""The attention sublayer: query, window key, compressed entries, selection, sparse attention, grouped output (model.md
-2.4).
+"""The attention sublayer: query, window key, compressed entries, selection, sparse attention, grouped output
+(docs/model.md: Attention).
 
 x -> wq_a -> q_norm -> wq_b -> q (rope)              window keys: wkv -> kv_norm -> rope -> e4m3
   -> compressor (KV sources) -> entries, index keys  selection: published by the index source at or below the layer
@@ -48,7 +48,7 @@ def write_global_entries(
     if params.compressor_proj is None or params.compressor_norm is None or params.index_key_norm is None:
         return
     ratio, eps = config.compress_ratios[layer], config.rms_norm_eps
-    if ratio > 1:  # pooling runs in float32 (model.md 2.1), on sums that are not rounded, as the head's are not
+    if ratio > 1:  # pooling runs in float32, as in the original, on sums that are not rounded, as the head's are not
         projected = kernels.head_logits(x, params.compressor_proj)
         projected = _pool(projected, layer, batch, state, kernels).to(x.dtype)
     else:

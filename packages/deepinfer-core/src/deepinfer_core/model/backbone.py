@@ -1,4 +1,4 @@
-"""The backbone: embedding, layers, cut, final norm and head (model.md 2).
+"""The backbone: embedding, layers, cut, final norm and head (docs/model.md: Layers).
 
 streams X [P, S, D] = embedding copied S times, pre-mix (1, 0, ..)
 layer: Engram? -> mHC(attention) -> mHC(MoE);   from the cut layer on only the decoder rows go through

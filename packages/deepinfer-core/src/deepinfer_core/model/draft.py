@@ -1,4 +1,4 @@
-"""The DSpark drafter: context keys from target features, one block a step, Markov and confidence heads (model.md 4.1).
+"""The DSpark drafter: context keys from target features, one block a step, two heads (docs/model.md: Drafter).
 
 context  main_x = main_norm(main_proj(features)); per stage: key = kv_norm(main_x wkv), rope, e4m3 -> stage's ring
 block    [anchor, noise, .. noise] at positions a .. a + n - 1; every query sees the ring (a window of positions

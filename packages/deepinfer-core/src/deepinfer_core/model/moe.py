@@ -1,4 +1,4 @@
-"""The MoE sublayer: route -> dispatch -> experts -> combine (model.md 2.5).
+"""The MoE sublayer: route -> dispatch -> experts -> combine (docs/model.md: Experts).
 
 Dispatch and combine belong to `parallel`: with one process they hand the rows through. Padding rows are not routed.
 """

@@ -1,4 +1,4 @@
-"""The residual of single-pass mHC on its way through the sublayers (model.md 2.3).
+"""The residual of single-pass mHC on its way through the sublayers (docs/model.md: Residual streams).
 
 streams X ─► mix ─► pre, post, C          sublayer(x) = y          X' = expand(X, y, post, C)
 x of the next sublayer = its norm of (sum_i pre_i X'_i): with X' in hand it costs no further pass, so `mhc_next`

@@ -3,7 +3,7 @@
     {"format": 1, "engine_version", "fingerprint": of the weights, "settings": those that matter,
      "prompt_token_ids", "params", "seed", "answers": [{"seed", "token_ids", "finish_reason"}, ..]}
 
-With `deterministic` the same file gives the same tokens again, on the same backend and dtype (design.md 6). The token
+With `deterministic` the same file gives the same tokens again, on the same backend and dtype. The token
 of an answer is the blake2b of the file's bytes, so a file can be checked against it. Files are data: they are
 validated and never executed.
 """

@@ -1,4 +1,4 @@
-"""Cost tables of a device, measured at start: the prior of the draft budget (design.md 8).
+"""Cost tables of a device, measured at start: the prior of the draft budget (scheduling/cost.py).
 
     verify   seconds of a forward pass over 1, 2, 4, .. rows, spread over as many slots as there are
     draft    seconds of a proposal for 1, 2, 4, .. requests

@@ -3,7 +3,7 @@
     draft k of segment s = argmax_v (x_v + G(seed, first_position + k, v))         greedy requests: argmax_v logits_v
 
 x are the drafter's logits after the request's temperature, top-k, top-p and min-p, since the target's draw passes these
-too; the drafter ignores masks, bias and penalties (design.md 6): that costs acceptance, never correctness. Ratio
+too; the drafter ignores masks, bias and penalties: that costs acceptance, never correctness. Ratio
 verification knows the drafter's distribution as softmax(logits / T), so there the filters are left out.
 """
 

@@ -1,6 +1,6 @@
 """Drafts under verification: coupled or by the ratio of probabilities (acceptance itself: kernels/reference/verify.py).
 
-Coupled (design.md 6): the drafter drew x with the same noise G(seed, position, v), so x = y often, and what is emitted
+Coupled: the drafter drew x with the same noise G(seed, position, v), so x = y often, and what is emitted
 is always the target's own draw: a function of seed and position alone.
 
 Ratio: x was drawn from q with noise of its own; accept with probability min(1, p(x) / q(x)), else draw from the

@@ -11,9 +11,9 @@ curves are staircases and have many local optima. With ratio verification such a
 decides on: a draft could vote, through the confidences after it, on its own verification, and the output distribution
 would shift (counter-example in the tests). So K comes from confidences of an earlier step and only the filling looks
 at the current ones, where ties go by position first: then no draft's place depends on its own successors. Coupled
-verification has no such bias, whatever the search sees (systems.md E.3): there K may come from current confidences.
+verification has no such bias, whatever the search sees: there K may come from current confidences.
 `causal_lengths` is the paper's synchronous rule, which stops at the first K that does not improve and so may use
-current confidences; it is the oracle. Sources: DSpark paper, algorithm 1; systems.md A.4, A.5.
+current confidences; it is the oracle. Source: DSpark paper, algorithm 1.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 T_1, T_2, .. are chosen one after the other, each to make ECE(k) smallest with the earlier ones held. Within a position
 the order of requests stays; between positions it may change, which is wanted. Acceptance depends on how drafts are
-verified, so a table belongs to one verification mode and draft length. Source: DSpark paper; systems.md A.3.
+verified, so a table belongs to one verification mode and draft length. Source: DSpark paper.
 """
 
 from __future__ import annotations

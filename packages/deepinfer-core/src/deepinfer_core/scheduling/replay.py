@@ -9,7 +9,7 @@ decoder_from (the cut) is fixed at arrival from the prompt length alone, so chun
 first_position after a hit of H tokens:
     exact    max(0, min(H, decoder_from) - cut layer x (window - 1)): each window layer needs window - 1 right rows more
     bounded  H - window, with window keys below it invisible
-Source: design.md 7, model.md 2.8. A segment may run over these borders; they are absolute positions.
+Why: docs/model.md: Prompts and hits. A segment may run over these borders; they are absolute positions.
 """
 
 from __future__ import annotations

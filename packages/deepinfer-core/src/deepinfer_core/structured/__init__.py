@@ -1,4 +1,4 @@
-"""Structured output: grammars that the tokens of an answer must follow (design.md 9).
+"""Structured output: grammars that the tokens of an answer must follow.
 
 compiler = GrammarCompiler(tokenizer)
 grammar = compiler.compile(params.structured)                       GrammarError before any work

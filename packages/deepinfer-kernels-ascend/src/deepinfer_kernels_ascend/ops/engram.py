@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Engram (model.md 2.6): table rows of the hashed n-grams, in 64-bit integers, and the gate, in float32.
+"""Engram (docs/model.md: Engram): table rows of the hashed n-grams, in 64-bit integers, and the gate, in float32.
 
     r_1 = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset
 

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Mixes and expansion of single-pass mHC (model.md 2.3): torch_npu's operations, and the Sinkhorn iteration.
+"""Mixes and expansion of single-pass mHC (docs/model.md: Residual streams): torch_npu's operations, and Sinkhorn.
 
     npu_mhc_pre    pre = sigmoid(m) + eps, post = 2 sigmoid(m), logits of C;  m = (flatten(X) fn) rsqrt(mean X^2 + eps)
     sinkhorn       C = softmax_j(logits) + eps; columns; then (iterations - 1) times rows, columns

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Interleaved rotary embedding of the last `rotary` dims of each head (model.md 2.4).
+"""Interleaved rotary embedding of the last `rotary` dims of each head (docs/model.md: Attention).
 
     table[r] = | cos, cos of each pair |  -sin, sin of each pair |
     pair (a, b):  a' = a cos - b sin,  b' = b cos + a sin;   the inverse turns back

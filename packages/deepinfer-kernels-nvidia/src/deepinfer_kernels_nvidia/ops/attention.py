@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Sparse attention with a sink over packed window records and selected entries; keys are values (model.md 2.4).
+"""Sparse attention with a sink over packed window records and selected entries; keys are values.
 
     l_k = q . k / sqrt(D);   o = sum_k exp(l_k) k / (sum_k exp(l_k) + exp(sink))
 

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Quantise keys into packed cache records, byte for byte as the reference packs them (model.md 2.4, 3.1).
+"""Quantise keys into packed cache records, byte for byte as the reference packs them (docs/model.md: Cache records).
 
     window      | D e4m3 codes                     | D / 32 e8m0 scales |   2^ceil(log2(max(amax, 1e-4) / 448))
     compressed  | D / 2 bytes of two e2m1 codes    | D / 16 e4m3 scales |   e4m3(max(amax, 6 * 2^-9) / 6)

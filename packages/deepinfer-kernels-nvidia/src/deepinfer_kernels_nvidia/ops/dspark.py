@@ -1,4 +1,4 @@
-"""Markov and confidence heads of the drafter (model.md 4.1): compositions of the products of this package.
+"""Markov and confidence heads of the drafter (docs/model.md: Drafter): compositions of the products of this package.
 
 E = markov_embed[previous];   logits = base + E markov_head;   z = [hidden ; E] . confidence, in float32
 

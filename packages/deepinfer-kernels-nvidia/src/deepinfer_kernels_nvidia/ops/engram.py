@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Engram (model.md 2.6): which table rows an n-gram names, and the gate of what they hold on the residual streams.
+"""Engram (docs/model.md: Engram): which table rows an n-gram names, and the gate of what they hold on the streams.
 
     c_i  = token class i positions back; pad from the first dead one (below 0) on
     r_1  = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1});  row of head h of the n-gram: r_n mod prime + offset

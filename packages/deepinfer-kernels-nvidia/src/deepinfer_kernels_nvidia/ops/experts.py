@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Expert MLPs: y = (silu(min(x w1, limit)) * clamp(x w3, -limit, limit) * weight) w2 (model.md 2.5).
+"""Expert MLPs: y = (silu(min(x w1, limit)) * clamp(x w3, -limit, limit) * weight) w2 (docs/model.md: Experts).
 
     pairs (row, choice) sorted by expert fill tiles of 128 slots, one expert a tile; an expert's last tile is padded
 

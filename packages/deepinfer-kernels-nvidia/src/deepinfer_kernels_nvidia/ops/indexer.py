@@ -1,6 +1,8 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Index scores over packed FP4 keys (model.md 2.4): s_j = sum_h w_h relu(iq_h . ik_j), -inf where not to be selected.
+"""Index scores over packed FP4 keys (docs/model.md: Attention).
+
+    s_j = sum_h w_h relu(iq_h . ik_j);   -inf where not to be selected
 
     keys       units of records --bulk copy--> 64 records --decode--> A operand of the first product, in registers:
                [64, Di] e5m2, a power of two taken out of each key

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""The mixes of single-pass mHC, Sinkhorn included (model.md 2.3).
+"""The mixes of single-pass mHC, Sinkhorn included (docs/model.md: Residual streams).
 
     m    = (flatten(X) fn) * rsqrt(mean(flatten(X)^2) + norm_eps)                           [S + S + S * S]
     pre  = sigmoid(m[:S] scale + base) + eps;   post = 2 sigmoid(m[S:2S] scale + base)

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""The two linear maps of mHC over S residual streams X [S, D] of a row (model.md 2.3), and both with the norm between.
+"""The two linear maps of mHC over S residual streams X [S, D] of a row, and both with the norm between.
 
     collapse   u    = sum_i pre_i X_i
     expand     X'_j = post_j y + sum_i C[i, j] X_i          i source, j destination

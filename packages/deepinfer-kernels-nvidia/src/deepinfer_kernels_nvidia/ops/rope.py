@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""Interleaved rotary embedding of the last `rotary` dims, and its table (model.md 2.4).
+"""Interleaved rotary embedding of the last `rotary` dims, and its table (docs/model.md: Attention).
 
     table[r] = | cos f_0 t, cos f_0 t, cos f_1 t, ..  |  -sin f_0 t, sin f_0 t, ..  |          t = position of row r
     pair (a, b):  a' = a cos - b sin,  b' = b cos + a sin;   the inverse turns back

@@ -1,6 +1,6 @@
 # ruff: noqa: I002 - the annotations of a TileLang program are its signature and are evaluated
 # pyright: basic, reportInvalidTypeForm=false
-"""The best k of a row of scores, exactly: value descending, then lower index; -inf never enters (model.md 2.4).
+"""The best k of a row of scores, exactly: value descending, then lower index; -inf never enters.
 
 A score and its index form one 64-bit key, so no two keys are equal and k of them is a threshold, not a choice:
 

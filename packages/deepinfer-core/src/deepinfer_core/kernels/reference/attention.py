@@ -1,4 +1,4 @@
-"""Sparse attention with a sink over a window and selected entries; keys are values (model.md 2.4).
+"""Sparse attention with a sink over a window and selected entries; keys are values (docs/model.md: Attention).
 
     l_k = q . k / sqrt(D);   o = sum_k exp(l_k) k / (sum_k exp(l_k) + exp(sink))
 

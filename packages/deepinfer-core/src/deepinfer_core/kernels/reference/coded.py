@@ -5,7 +5,7 @@
 
 The released weights are e4m3 and e2m1 times powers of two, so a column's codes are theirs, shifted; only values far
 below the column's largest lose bits. The original computes these products on e4m3 rows with a scale for every 32
-channels (model.md 2.1); one a row differs from that where a value lies 15 binades below the row's largest.
+channels; one a row differs from that where a value lies 15 binades below the row's largest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compressed entries and index keys of a KV source layer (model.md 2.4).
+"""Compressed entries and index keys of a KV source layer (docs/model.md: Attention).
 
     ratio 2    a = x wkv, g = x wgate; entry j pools positions 2j and 2j + 1, channel by channel:
                pooled = sum_m softmax_m(g_m) a_m;  latent = rms_norm(pooled)

@@ -1,4 +1,4 @@
-"""Heads of the DSpark drafter (model.md 4.1).
+"""Heads of the DSpark drafter (docs/model.md: Drafter).
 
     E_k      = markov_embed[x_{k-1}]
     logits_k = U_k + E_k markov_head

@@ -1,4 +1,4 @@
-"""Engram: hashed n-gram memory, gated into the streams (model.md 2.6).
+"""Engram: hashed n-gram memory, gated into the streams (docs/model.md: Engram).
 
     c_i  = token class i positions back; pad from the first position before 0, or the first image token, on
     r_1  = c_0 M_0;  r_n = r_{n-1} xor (c_{n-1} M_{n-1})

@@ -1,4 +1,4 @@
-"""Two-level indexer: scores of compressed entries, candidate blocks, selection (model.md 2.4).
+"""Two-level indexer: scores of compressed entries, candidate blocks, selection (docs/model.md: Attention).
 
     score       s_j = sum_h w_h relu(iq_h . ik_j),  w = (x weights_proj) (Di Hi)^-0.5;  -inf where invisible
     candidates  block b covers entries B b .. B b + B - 1, its score is the largest of them; the block with the newest

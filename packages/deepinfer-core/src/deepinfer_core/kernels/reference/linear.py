@@ -1,7 +1,7 @@
 """Row-invariant matrix products.
 
 BLAS picks another kernel, with another order of additions, for another number of rows: row 0 of a 1-row product and
-row 0 of a 512-row product differ in the last bit (kernels.md 1.1). Here every product runs in tiles of 8 rows, as a
+row 0 of a 512-row product differ in the last bit. Here every product runs in tiles of 8 rows, as a
 batch of equal [8, K] x [K, N] products, so the bits of a row depend on that row alone:
 
     x [R, K] -> [R / 8, 8, K] @ [K, N] (shared by all tiles) -> [R / 8, 8, N] -> [R, N]

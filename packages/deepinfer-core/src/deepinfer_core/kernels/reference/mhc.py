@@ -1,4 +1,4 @@
-"""Single-pass mHC: the residual is S parallel streams X [R, S, D] (model.md 2.3).
+"""Single-pass mHC: the residual is S parallel streams X [R, S, D] (docs/model.md: Residual streams).
 
     m = (flatten(X) fn) * rsqrt(mean(flatten(X)^2) + eps)                                     [R, S + S + S * S]
     pre  = sigmoid(m[:S] scale_0 + base) + hc_eps            how the *next* sublayer's input is mixed from the streams

@@ -1,4 +1,4 @@
-"""Mixture of experts: router, dispatch, expert MLPs, combine (model.md 2.5).
+"""Mixture of experts: router, dispatch, expert MLPs, combine (docs/model.md: Experts).
 
     route    s = sqrt(softplus(x Wg)); experts = top-k of s + bias; weight_e = scale * s_e / (sum of chosen s + 1e-20)
     expert   g = min(x w1, limit), u = clamp(x w3, -limit, limit), a = silu(g) u weight, y = a w2

@@ -1,4 +1,4 @@
-"""RMSNorm and partial interleaved rotary embedding (model.md 2, 2.4).
+"""RMSNorm and partial interleaved rotary embedding (docs/model.md: Attention).
 
 rms_norm(x; w) = w * x * rsqrt(mean(x^2) + eps)                      in float32, rounded to the dtype of x
 

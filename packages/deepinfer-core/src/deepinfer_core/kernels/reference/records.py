@@ -1,4 +1,4 @@
-"""Packed cache records: the bytes of model.md 3.1, and reading and writing rows of a cache in either form.
+"""Packed cache records: their bytes (docs/model.md: Cache records), reading and writing rows in either form.
 
     window      | D e4m3 values                    | D / 32 e8m0 scales |   528 B for D = 512
     compressed  | D / 2 bytes, even value low nibble | D / 16 e4m3 scales |   288 B for D = 512

@@ -7,7 +7,7 @@
 
 The model was trained with these roundings, so they are part of it on every backend and in every dtype. All results are
 exact in bfloat16. Powers of two are built from the bits of the float: `2 ** ceil(log2(x))` in floating point is off
-for one mantissa per binade (model.md 2.1, 2.4, 10.2). Rounding is to nearest, ties to even.
+for one mantissa per binade. Rounding is to nearest, ties to even.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def test_standard_input_is_the_default(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("render", "nowhere.json"), "nowhere.json"),
+        (("render", "nowhere.json"), "cannot read nowhere.json: No such file or directory; name a file"),
+        (("parse", "-", "--request", "nowhere.json"), "cannot read nowhere.json"),
+        (("convert", "/"), "cannot read /: Is a directory"),
         (("convert", "FILE", "--api", "messages"), "messages"),
         (("encode", "FILE", "--tokenizer", "nowhere.json"), "cannot read the tokenizer"),
         (("render", "FILE", "--api", "conversation"), "JSON object"),

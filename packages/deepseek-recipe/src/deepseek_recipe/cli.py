@@ -178,7 +178,11 @@ def _parse(arguments: argparse.Namespace) -> None:
 
 
 def _read(path: str) -> str:
-    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise _DataError(f"cannot read {path}: {reason}; name a file, or - for standard input") from None
     try:
         return data.decode()
     except UnicodeDecodeError as error:

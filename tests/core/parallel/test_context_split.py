@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from deepinfer_core.parallel.context_split import EVERYONE, AttentionWork, RowSplit, fewest_rows, split_rows
 from tests.core.model_configs import release_config, small_config
 
+PAGE = (Path(__file__).parents[3] / "docs" / "context_parallel.md").read_text(encoding="utf-8")
 CONFIG = release_config()
 ENCODER, WHOLE = range(CONFIG.decoder_start), range(CONFIG.num_hidden_layers)
 
@@ -75,11 +79,16 @@ def test_long_prompts_are_balanced_in_rows_and_in_work(start: int, length: int, 
     assert most_over_mean(owner, np.ones_like(work), size) <= 1.01
 
 
-def test_pieces_of_equal_length_would_not_be() -> None:
-    """Windows and selections of the first rows are not full, so that rank 0 has too little to do."""
-    work = AttentionWork(CONFIG, ENCODER).at(np.arange(8_192))
-    assert most_over_mean(in_turn(8_192, 4), work, 4) > 1.04
-    assert most_over_mean(owners(0, 8_192, 4), work, 4) < 1.001
+def test_the_balance_on_the_page_is_that_of_the_split() -> None:
+    """Beside pieces of equal length: the first rows see few keys, so that these leave rank 0 too little to do."""
+    rows = re.findall(r"^\| ([\d,]+) rows, P = (\d) \| (\S+) \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for length, size, *printed in rows:
+        n, ranks = int(length.replace(",", "")), int(size)
+        work = AttentionWork(CONFIG, ENCODER).at(np.arange(n))
+        owner = owners(0, n, ranks)
+        found = [(owner, np.ones_like(work)), (owner, work), (in_turn(n, ranks), work)]
+        assert printed == [f"{most_over_mean(*case, ranks):.4f}" for case in found]
 
 
 def test_work_that_grows_linearly_gives_the_usual_zig_zag() -> None:

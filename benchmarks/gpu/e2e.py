@@ -58,8 +58,10 @@ def answers(llm: LLM, ids: list[list[int]], sampling: list[SamplingParams]) -> l
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def compare(accelerator: str, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Every way to run the requests against one batch of all of them; the report, and whether all agree."""
+def compare(accelerator: str, numbers: Mapping[str, Any], repeats: int) -> tuple[dict[str, Any], bool]:
+    """Every way to run the requests against one batch of all of them, which is `repeats` times played again in the same
+    engine; the report, and whether all agree.
+    """
     ids, sampling = prompts(), params()
     base: dict[str, Any] = {
         "accelerator": accelerator,
@@ -77,6 +79,7 @@ def compare(accelerator: str, numbers: Mapping[str, Any]) -> tuple[dict[str, Any
             if name == "together":
                 sources = cast(AssembledEngine, llm._engine).op_sources
                 report["operations_from_the_reference"] = [s.op for s in sources if s.provider == "reference"]
+                found |= {f"repeat {i + 1}": answers(llm, ids, sampling) for i in range(repeats)}
                 found["alone"] = [answers(llm, [ids[i]], [sampling[i]])[0] for i in range(ALONE)]
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     wanted = found["together"]
@@ -92,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(NUMBERS), help="kinds of products, separated by commas (all)")
+    parser.add_argument("--repeats", type=int, default=0, help="how often the batch is played again (0)")
     parser.add_argument("--accelerator", default="nvidia", help="provider (nvidia); cpu runs the script on itself")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
@@ -99,7 +103,7 @@ def main() -> int:
         report["device"] = torch.cuda.get_device_name()
     good = True
     for name in arguments.only.split(","):
-        report[name], agree = compare(arguments.accelerator, NUMBERS[name])
+        report[name], agree = compare(arguments.accelerator, NUMBERS[name], arguments.repeats)
         good &= agree
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1

@@ -6,9 +6,10 @@ memcheck     reads and writes outside of an allocation; torch's allocator is off
 racecheck    threads of a block that meet in shared memory without a barrier between them
 initcheck    reads of memory that nobody wrote                     synccheck   barriers used against their rules
 
-Programs come from the cache folder: run the conformance suite before. A worker runs the operation alone, without the
-reference, since results are that suite's matter. The report holds the cases that ended, those that did not within the
-time, and what the tool said. Exit status 0: every case ended and the tool reports nothing.
+Programs come from the cache folder: run the conformance suite before; --large takes large_cases.py instead of that
+suite's cases, after repeats.py. A worker runs the operation alone, without the reference, since results are that
+suite's matter. The report holds the cases that ended, those that did not within the time, and what the tool said. Exit
+status 0: every case ended and the tool reports nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.large_cases import large_cases
 from deepinfer_core.kernels.conformance.cases import Case, all_cases
 from deepinfer_core.kernels.conformance.subject import ConformanceSubject, find_subject, make_inputs
 
@@ -44,6 +46,7 @@ class Work:
     dtype: torch.dtype | None
     rows: tuple[int, ...]
     match: str  # cases whose name has it
+    large: bool
     first: int
     workers: int
 
@@ -51,7 +54,8 @@ class Work:
 def share_of(work: Work) -> tuple[ConformanceSubject, list[tuple[str, Case, int]]]:
     """The provider, and (name, case, rows) of a share in its order."""
     subject = find_subject(work.provider, work.dtype)
-    mine = [case for case in all_cases() if subject.skips(case) is None]
+    cases = large_cases() if work.large else all_cases()
+    mine = [case for case in cases if subject.skips(case) is None]
     every = [(f"{case.op}-{case.name}, {rows} rows", case, rows) for case in mine for rows in work.rows]
     every = [one for one in every if work.match in one[0]]
     return subject, every[work.first :: work.workers]
@@ -95,7 +99,7 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     for first in range(jobs):
         log = Path(arguments.out).with_suffix(f".{first}.log")
         share = ["--share", f"{first}/{jobs}", "--rows", arguments.rows, "--provider", arguments.provider]
-        share += ["--match", arguments.match]
+        share += ["--match", arguments.match] + ["--large"] * arguments.large
         share += [] if arguments.dtype is None else ["--dtype", arguments.dtype]
         command = [arguments.sanitizer, "--tool", tool, sys.executable, __file__, *share]
         with log.open("wb") as output:
@@ -114,9 +118,7 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         found.append(read_log(log.read_text(encoding="utf-8", errors="replace")))
         log.unlink()
     ended = {name: seconds for one in found for name, seconds in one["ended"].items()}
-    _, wanted = share_of(
-        Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), arguments.match, 0, 1)
-    )
+    _, wanted = share_of(_work(arguments, 0, 1))
     missing = [name for name, _, _ in wanted if name not in ended]
     summaries = [one["summary"] for one in found]
     clean = not missing and all(summary is not None and summary.startswith("0 ") for summary in summaries)
@@ -132,12 +134,10 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return report, clean
 
 
-def _rows(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def _work(arguments: argparse.Namespace, first: int, workers: int) -> Work:
+    dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
+    rows = tuple(int(part) for part in arguments.rows.split(","))
+    return Work(arguments.provider, dtype, rows, arguments.match, arguments.large, first, workers)
 
 
 def main() -> int:
@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="processes (8)")
     parser.add_argument("--rows", default="1,13", help="numbers of rows of each case (1,13)")
     parser.add_argument("--match", default="", help="only the cases with this in their name")
+    parser.add_argument("--large", action="store_true", help="the cases of large_cases.py")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds until workers are ended (300)")
     parser.add_argument("--provider", default="nvidia", help="as of the conformance suite (nvidia)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="compute dtype")
@@ -156,9 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.share is not None:
         first, workers = (int(part) for part in arguments.share.split("/"))
-        run_share(
-            Work(arguments.provider, _dtype(arguments.dtype), _rows(arguments.rows), arguments.match, first, workers)
-        )
+        run_share(_work(arguments, first, workers))
         return 0
     if arguments.out is None:
         parser.error("--out is needed")

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.kernels.lowering import lowered
+
 PRELUDE = r"""
 #include <algorithm>
 #include <cmath>
@@ -146,7 +148,7 @@ class HostPrograms:
         self.launch_of = cache(self._launch_of)
 
     def _launch_of(self, program: Any, parameters: tuple[Any, ...]) -> Callable[..., None]:
-        source = program.source(parameters, "sm_90a")
+        source = lowered(program.name, parameters, "sm_90a")
         name = f"{program.name}_{len(list(self._folder.iterdir()))}"
         signature, threads = _signature(source)
         launch_block = self._compile(source, name, program.name, signature)

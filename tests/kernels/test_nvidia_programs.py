@@ -5,6 +5,8 @@ That they are right on a GPU is shown by the conformance suite there (docs/kerne
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 import shutil
@@ -128,6 +130,31 @@ def test_every_program_lowers(package: SimpleNamespace, variants: list[tuple[str
     lower_all(wanted)
     for name, parameters, arch in wanted:
         assert f"{name}_kernel(" in lowered(name, parameters, arch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["draw_blocks", "filter_rows", "row_logprobs"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("top_k", "index_scores", "attend")],
+)
+def test_where_barriers_are_placed_by_hand_no_two_shared_buffers_overlap(
+    package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]], name: str
+) -> None:
+    """TileLang would put buffers that are used one after the other into one place, and trust barriers of its own."""
+    parameters = first_variant(variants, name)
+    build, passes = package.jit.PROGRAMS[name]._for_arch("sm_90a")
+    assert passes["tl.disable_thread_storage_sync"]
+    asked = re.findall(
+        r'(\w+) = .*buffer\(\(([\d, ]+)\), (?:"(\w+)", )?scope="shared.dyn"', build(*parameters).script()
+    )
+    sizes = {
+        buffer: getattr(torch, dtype or "float32").itemsize * math.prod(map(int, re.findall(r"\d+", shape)))
+        for buffer, shape, dtype in asked
+    }
+    found = re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)\)", lowered(name, parameters, "sm_90a"))
+    places = sorted((int(start), int(start) + sizes[buffer]) for buffer, start in found)
+    assert len(places) == len(sizes) > 1
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("name", ["matmul", "gated", "down"])

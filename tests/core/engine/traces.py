@@ -19,6 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from deepinfer_core.config.engine import resolve_settings
 from deepinfer_core.config.sampling import SamplingParams, StructuredOutput
 from deepinfer_core.outputs import CompletionOutput
@@ -188,10 +190,9 @@ class Server:
         """Nobody writes a block that the prefix index can hit."""
         digests: dict[tuple[int, bytes], bytes] = {}
         for block, key in self.engine.scheduler.ledger.index._key_of.items():
-            digest = blake2b()
-            for tensor in self.engine.runner.state.export_block(block).values():
-                digest.update(tensor.cpu().numpy().tobytes())
-            digests[block, key] = digest.digest()
+            parts = self.engine.runner.state.export_block(block).values()
+            content = torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+            digests[block, key] = blake2b(content.cpu().numpy()).digest()
             assert self._digests.get((block, key), digests[block, key]) == digests[block, key], f"block {block}"
         self._digests = digests
 

@@ -36,6 +36,9 @@ _VECTOR_BYTES = 16  # the widest access of one thread
 _TENSOR_MEMORY_ARCHES = ("sm_100a", "sm_103a")
 # With a warp group of its own for the copies TileLang 0.1.15 lets that group free the memory while the other reads it.
 _TENSOR_MEMORY_PASSES = {"tl.disable_warp_specialized": True}
+# Who places barriers by hand cannot see which shared buffers TileLang would put in one place, one after the other.
+_BY_HAND = "tl.disable_thread_storage_sync"
+_OWN_PLACES = {"tl.disable_shared_memory_reuse": True}
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -89,11 +92,14 @@ class Program:
 
 def program(build: Callable[..., Any] | None = None, *, tensor_memory: bool = False, **pass_configs: Any) -> Any:
     """Decorator: register a builder as a `Program`; other keywords are TileLang pass settings. `tensor_memory`: the
-    builder has a keyword of that name, which is true for architectures that have this memory.
+    builder has a keyword of that name, which is true for architectures that have this memory. Where barriers are placed
+    by hand, each shared buffer has memory of its own.
     """
 
     def register(function: Callable[..., Any]) -> Program:
         settings = {key.replace("__", "."): value for key, value in pass_configs.items()}
+        if settings.get(_BY_HAND):
+            settings |= _OWN_PLACES
         made = Program(function, settings, tensor_memory)
         PROGRAMS[made.name] = made
         return made

@@ -116,7 +116,6 @@ def draw_blocks_program():
             T.sync_threads()
             for w in T.unroll(_WARPS):
                 best = T.max(best, warp_best[w])
-            T.sync_threads()  # `warp_key` may take the place of `warp_best` in shared memory
             least = best - (T.float32(_MARGIN) + T.float32(_RELATIVE_MARGIN) * T.min(T.abs(best), T.float32(_LARGEST)))
             chosen = T.uint32(0)
             for n in T.unroll(_HELD):

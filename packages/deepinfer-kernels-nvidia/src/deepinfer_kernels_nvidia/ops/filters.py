@@ -228,7 +228,6 @@ def filter_rows_program():
             is_odd = T.syncthreads_or(is_odd)
             for w in T.unroll(_WARPS):
                 largest = T.max(largest, warp_largest[w])
-            T.sync_threads()  # its memory is used again
             least[0] = T.uint32(HIDDEN + 1)
             least[1] = T.uint32(0)
             if is_odd == 0:

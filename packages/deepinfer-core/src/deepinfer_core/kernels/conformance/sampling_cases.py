@@ -6,7 +6,7 @@ that may not be drawn and, for draws, rows that must fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ _FILTERS = (
 )
 
 
-def sampling_cases() -> Iterator[Case]:
+def sampling_cases(numbers_of_ids: Sequence[int] = _IDS) -> Iterator[Case]:
     """Cases of `contract.SAMPLING_OPS`."""
-    for ids in _IDS:
+    for ids in numbers_of_ids:
         yield from _changes(ids)
         yield from _filters(ids)
         yield from _draws(ids)

@@ -9,20 +9,16 @@ is the median of 20 replays. Bytes count every input read once and every output 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tilelang
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import graph_time, write_report
 from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack
 from deepinfer_kernels_nvidia.ops import TABLE
@@ -31,7 +27,7 @@ ROWS, HIDDEN, HEADS, HEAD_DIM, STREAMS = 1024, 5120, 64, 512, 4
 ROTARY = 64
 WINDOW_KEYS, SELECTED = 128, 512
 CACHE_ROWS = 262_144
-CALLS, REPLAYS, INPUT_SETS = 10, 20, 3
+INPUT_SETS = 3  # that a graph takes in turn
 
 
 @dataclass(frozen=True)
@@ -58,26 +54,6 @@ class Timing:
     share_of_copy: float
     share_of_matmul: float
     torch_microseconds: float | None
-
-
-def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
-    """Seconds of one call, median over replays of a graph of CALLS calls."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            calls[i % len(calls)]()
-    samples: list[float] = []
-    for _ in range(REPLAYS + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3 / CALLS)
-    return statistics.median(samples[3:])
 
 
 def ceilings() -> dict[str, float]:
@@ -380,21 +356,7 @@ def main() -> None:
                 f"{case.op:18} {case.shape:42} {seconds * 1e6:9.1f} us {bandwidth:6.2f} TB/s {rate:7.1f} TFLOP/s",
                 flush=True,
             )
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "tilelang": tilelang.__version__, "driver": driver.stdout.strip()},
-        "ceilings": limits,
-        "timings": [asdict(timing) for timing in timings],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.out, ceilings=limits, timings=[asdict(timing) for timing in timings])
 
 
 if __name__ == "__main__":

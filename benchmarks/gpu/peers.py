@@ -17,20 +17,29 @@ A peer that fails is recorded with its error.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tilelang
 import torch
-from ops import CACHE_ROWS, HEAD_DIM, HEADS, HIDDEN, ROWS, SELECTED, STREAMS, WINDOW_KEYS, ceilings, graph_time, randn
 from torch import Tensor
 
+from benchmarks.gpu.ops import (
+    CACHE_ROWS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    ROWS,
+    SELECTED,
+    STREAMS,
+    WINDOW_KEYS,
+    ceilings,
+    randn,
+)
+from benchmarks.gpu.timing import graph_time, write_report
 from deepinfer_core.kernels.reference.coded import code_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, pack
 from deepinfer_kernels_nvidia.ops import TABLE
@@ -360,15 +369,7 @@ def main() -> None:
         results.append(compare(case))
         torch.cuda.empty_cache()
         print(results[-1], flush=True)
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "tilelang": tilelang.__version__},
-        "ceilings": limits,
-        "comparisons": [asdict(result) for result in results],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.out, ceilings=limits, comparisons=[asdict(result) for result in results])
 
 
 if __name__ == "__main__":

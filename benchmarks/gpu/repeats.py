@@ -13,7 +13,6 @@ status 0: no case differed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.large_cases import large_cases
+from benchmarks.gpu.timing import write_report
 from deepinfer_core.kernels.conformance.cases import all_cases
 from deepinfer_core.kernels.conformance.subject import find_subject, make_inputs
 
@@ -92,18 +92,10 @@ def main() -> int:
             )
             if found[name]:
                 print(f"{name}: {found[name]} of {arguments.repeats} differ", flush=True)
-    report = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "repeats": arguments.repeats,
-        "cases": len(found),
-        "differing": {name: count for name, count in found.items() if count},
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(found)} cases of {arguments.repeats} runs in {report['seconds']} s, {len(report['differing'])} differ")
-    return int(bool(report["differing"]))
+    seconds, differ = round(time.perf_counter() - start, 1), {name: count for name, count in found.items() if count}
+    write_report(arguments.out, repeats=arguments.repeats, cases=len(found), differing=differ, seconds=seconds)
+    print(f"{len(found)} cases of {arguments.repeats} runs in {seconds} s, {len(differ)} differ")
+    return int(bool(differ))
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ free in their last bits, are compared with a tolerance.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tilelang
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import event_time, write_report
 from deepinfer_core.kernels.contract import OPS
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.adjust import Entries, LogitChanges, Masks, Penalties
@@ -99,21 +96,6 @@ def _changes(token: Tensor, g: torch.Generator) -> dict[str, LogitChanges]:
     }
 
 
-def event_time(call: Callable[[], Any]) -> float:
-    """Microseconds of one call, median."""
-    call()
-    torch.cuda.synchronize()
-    samples: list[float] = []
-    for _ in range(CALLS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(samples)
-
-
 def same(op: str, ours: Any, theirs: Any) -> bool:
     """Whether results are equal as the contract of `op` demands."""
     pairs = zip(*(one if isinstance(one, tuple) else (one,) for one in (ours, theirs)), strict=True)
@@ -134,16 +116,10 @@ def main() -> None:
             continue
         mine, other = TABLE[op], getattr(REFERENCE, op)
         equal = same(op, mine(*given), other(*given))
-        timings.append(Timing(op, name, event_time(partial(mine, *given)), event_time(partial(other, *given)), equal))
+        microseconds = (event_time(partial(call, *given), CALLS) * 1e6 for call in (mine, other))
+        timings.append(Timing(op, name, *microseconds, equal))
         print(timings[-1], flush=True)
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "tilelang": tilelang.__version__},
-        "timings": [asdict(timing) for timing in timings],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.out, timings=[asdict(timing) for timing in timings])
 
 
 if __name__ == "__main__":

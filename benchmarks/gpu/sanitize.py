@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from deepinfer_core.kernels.conformance.subject import ConformanceSubject, find_
 _TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _ONE_TENSOR_AN_ALLOCATION = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _SUMMARY = re.compile(r"========= (?:ERROR|RACECHECK) SUMMARY: (.*)")
-_REPORT_LINES = 60  # of what a tool says, a worker
+_OF_ONE_ACCESS = re.compile(r"=========\s*(?:by thread|Address|and is|$)|.*COMPUTE-SANITIZER")  # same for many
+_OPTIONS = ("--show-backtrace", "no", "--print-limit", "20000")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Work:
     dtype: torch.dtype | None
     rows: tuple[int, ...]
     match: str  # cases whose name has it
+    skip: tuple[str, ...]  # operations
     large: bool
     first: int
     workers: int
@@ -55,7 +58,7 @@ def share_of(work: Work) -> tuple[ConformanceSubject, list[tuple[str, Case, int]
     """The provider, and (name, case, rows) of a share in its order."""
     subject = find_subject(work.provider, work.dtype)
     cases = large_cases() if work.large else all_cases()
-    mine = [case for case in cases if subject.skips(case) is None]
+    mine = [case for case in cases if subject.skips(case) is None and case.op not in work.skip]
     every = [(f"{case.op}-{case.name}, {rows} rows", case, rows) for case in mine for rows in work.rows]
     every = [one for one in every if work.match in one[0]]
     return subject, every[work.first :: work.workers]
@@ -77,18 +80,18 @@ def run_share(work: Work) -> None:
 def read_log(text: str) -> dict[str, Any]:
     """What a worker's output says."""
     ended: dict[str, float] = {}
-    current, reports = "", list[str]()
+    current, reports = "", Counter[str]()
     for line in text.splitlines():
         if line.startswith("BEGIN "):
             current = line.removeprefix("BEGIN ")
         elif line.startswith("END ") and current:
             ended[current], current = float(line.removeprefix("END ")), ""
-        elif line.startswith("=========") and not _SUMMARY.match(line) and "COMPUTE-SANITIZER" not in line:
-            reports.append(f"{current}: {line.removeprefix('=========').strip()}")
         elif not line.startswith("========="):
-            reports.append(line)  # a traceback, a warning of torch
+            reports[line] += 1  # a traceback, a warning of torch
+        elif not _SUMMARY.match(line) and not _OF_ONE_ACCESS.match(line):
+            reports[f"{current}: {line.removeprefix('=========').strip()}"] += 1
     summary = _SUMMARY.findall(text)
-    return {"ended": ended, "summary": summary[-1] if summary else None, "said": reports[:_REPORT_LINES]}
+    return {"ended": ended, "summary": summary[-1] if summary else None, "said": dict(reports)}
 
 
 def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
@@ -99,9 +102,9 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     for first in range(jobs):
         log = Path(arguments.out).with_suffix(f".{first}.log")
         share = ["--share", f"{first}/{jobs}", "--rows", arguments.rows, "--provider", arguments.provider]
-        share += ["--match", arguments.match] + ["--large"] * arguments.large
+        share += ["--match", arguments.match, "--skip", arguments.skip] + ["--large"] * arguments.large
         share += [] if arguments.dtype is None else ["--dtype", arguments.dtype]
-        command = [arguments.sanitizer, "--tool", tool, sys.executable, __file__, *share]
+        command = [arguments.sanitizer, "--tool", tool, *_OPTIONS, sys.executable, __file__, *share]
         with log.open("wb") as output:
             started = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -128,7 +131,7 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         "cases": len(ended),
         "not_ended": missing,
         "summaries": summaries,
-        "said": [line for one in found for line in one["said"]],
+        "said": {line: count for one in found for line, count in one["said"].items()},
         "seconds_by_case": ended,
     }
     return report, clean
@@ -137,7 +140,8 @@ def sanitize(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def _work(arguments: argparse.Namespace, first: int, workers: int) -> Work:
     dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
     rows = tuple(int(part) for part in arguments.rows.split(","))
-    return Work(arguments.provider, dtype, rows, arguments.match, arguments.large, first, workers)
+    skip = tuple(arguments.skip.split(","))
+    return Work(arguments.provider, dtype, rows, arguments.match, skip, arguments.large, first, workers)
 
 
 def main() -> int:
@@ -148,6 +152,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="processes (8)")
     parser.add_argument("--rows", default="1,13", help="numbers of rows of each case (1,13)")
     parser.add_argument("--match", default="", help="only the cases with this in their name")
+    parser.add_argument("--skip", default="", help="operations to leave out, separated by commas")
     parser.add_argument("--large", action="store_true", help="the cases of large_cases.py")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds until workers are ended (300)")
     parser.add_argument("--provider", default="nvidia", help="as of the conformance suite (nvidia)")

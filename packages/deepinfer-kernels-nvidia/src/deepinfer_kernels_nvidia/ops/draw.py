@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, program
+from deepinfer_kernels_nvidia.ops.block_values import WARP, largest_of_block
 
 __all__ = ["draw_token"]
 
-_THREADS, _WARP = 256, 32
-_WARPS = _THREADS // _WARP
+_THREADS = 256
+_WARPS = _THREADS // WARP
 _COUNTERS = 8  # of one thread, four ids each
 _HELD = 4 * _COUNTERS
 _IDS = _THREADS * _HELD  # of one block
@@ -109,13 +110,7 @@ def draw_blocks_program():
                     for j in T.unroll(4):
                         near[i * 4 + j] += nearly_gumbel(word[j])
                         best = T.max(best, near[i * 4 + j])
-            for step in T.unroll(5):
-                best = T.max(best, T.shfl_xor(best, 1 << step))
-            if thread % _WARP == 0:
-                warp_best[thread // _WARP] = best
-            T.sync_threads()
-            for w in T.unroll(_WARPS):
-                best = T.max(best, warp_best[w])
+            largest_of_block(best, warp_best, _WARPS, thread)
             least = best - (T.float32(_MARGIN) + T.float32(_RELATIVE_MARGIN) * T.min(T.abs(best), T.float32(_LARGEST)))
             chosen = T.uint32(0)
             for n in T.unroll(_HELD):
@@ -139,14 +134,8 @@ def draw_blocks_program():
             bits = T.reinterpret(T.if_then_else(best == 0.0, 0.0, best), "int32")
             bits = T.if_then_else(bits < 0, bits ^ T.int32(0x7FFFFFFF), bits)
             key = (T.cast(bits, "int64") << T.int64(32)) | T.cast(_LAST_ID - best_id, "int64")
-            for step in T.unroll(5):
-                key = T.max(key, T.shfl_xor(key, 1 << step))
-            if thread % _WARP == 0:
-                warp_key[thread // _WARP] = key
-            T.sync_threads()
+            largest_of_block(key, warp_key, _WARPS, thread)
             if thread == 0:
-                for w in T.unroll(_WARPS):
-                    key = T.max(key, warp_key[w])
                 out[row, block] = key
 
     return draw_blocks

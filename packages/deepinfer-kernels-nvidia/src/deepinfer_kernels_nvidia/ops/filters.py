@@ -25,14 +25,14 @@ from deepinfer_core.kernels.reference import filters as reference
 from deepinfer_core.kernels.reference.columns import to_device
 from deepinfer_core.kernels.reference.filters import RowFilters
 from deepinfer_kernels_nvidia.jit import T, program
+from deepinfer_kernels_nvidia.ops.block_values import WARP, largest_of_block, sums_before
 from deepinfer_kernels_nvidia.ops.select import HIDDEN, ordered_bits
 
 __all__ = ["filter_logits"]
 
 _THREADS, _LOADS = 512, 8
 _STEP = _THREADS * _LOADS  # ids that a block has under way
-_WARP = 32
-_WARPS = _THREADS // _WARP
+_WARPS = _THREADS // WARP
 _BINS, _DIGIT_BITS = 2048, 11
 _OWN = _BINS // _THREADS  # bins that a thread adds up
 _VALUE_DIGITS, _DIGITS = 3, 5
@@ -78,24 +78,13 @@ def filter_rows_program():
             T.atomic_add(high[place], scratch[1])
 
     @T.macro
-    def find_bin(thread, low, high, warp_total, found, needed, own, inclusive, before, total):
+    def find_bin(thread, low, high, warp_total, found, needed, own, before, total):
         """found: number of the bin with which, from above, the amounts reach `needed`; those above it; its own."""
         own[0] = T.uint64(0)
         for i in T.unroll(_OWN):
             place = _BINS - 1 - thread * _OWN - i
             own[0] += (T.cast(high[place], "uint64") << T.uint64(32)) | T.cast(low[place], "uint64")
-        inclusive[0] = own[0]
-        for step in T.unroll(5):
-            from_below = T.shfl_up(inclusive[0], 1 << step)
-            inclusive[0] += T.if_then_else(thread % _WARP >= (1 << step), from_below, T.uint64(0))
-        if thread % _WARP == _WARP - 1:
-            warp_total[thread // _WARP] = inclusive[0]
-        T.sync_threads()
-        before[0] = inclusive[0] - own[0]
-        total[0] = T.uint64(0)
-        for w in T.unroll(_WARPS):
-            before[0] += T.if_then_else(w < thread // _WARP, warp_total[w], T.uint64(0))
-            total[0] += warp_total[w]
+        sums_before(own[0], before[0], total[0], warp_total, _WARPS, thread)
         for i in T.unroll(_OWN):
             place = _BINS - 1 - thread * _OWN - i
             held = (T.cast(high[place], "uint64") << T.uint64(32)) | T.cast(low[place], "uint64")
@@ -108,7 +97,7 @@ def filter_rows_program():
 
     @T.macro
     def cut(
-        by_weight, share, out, row, thread, largest, least, known, low, high, warp_total, found, needed, own, inclusive,
+        by_weight, share, out, row, thread, largest, least, known, low, high, warp_total, found, needed, own,
         before, total, number, active, held, key,
     ):  # fmt: skip
         """Raise `least`, the smallest key that stays (value bits, inverted id), until the amounts just reach needed."""
@@ -147,9 +136,9 @@ def filter_rows_program():
                             add(low, high, number[2], own[0], key)
                 T.sync_threads()
                 if digit == 0 and by_weight:
-                    find_bin(thread, low, high, warp_total, found, needed, own, inclusive, before, total)
+                    find_bin(thread, low, high, warp_total, found, needed, own, before, total)
                     needed[0] = T.max(T.cast(T.ceil(share * T.cast(total[0], "float64")), "uint64"), T.uint64(1))
-                find_bin(thread, low, high, warp_total, found, needed, own, inclusive, before, total)
+                find_bin(thread, low, high, warp_total, found, needed, own, before, total)
                 if total[0] < needed[0]:  # everything stays
                     active[0] = 0
                 else:
@@ -203,7 +192,6 @@ def filter_rows_program():
             known = T.alloc_local((4,), "uint32")
             needed = T.alloc_local((1,), "uint64")
             own = T.alloc_local((1,), "uint64")
-            inclusive = T.alloc_local((1,), "uint64")
             before = T.alloc_local((1,), "uint64")
             total = T.alloc_local((1,), "uint64")
             number = T.alloc_local((3,), "int32")  # where a digit stands, its mask, the digit of an entry
@@ -221,13 +209,8 @@ def filter_rows_program():
                         is_odd = 1
                     if step * _STEP + u * _THREADS + thread < num_ids:
                         out[row, step * _STEP + u * _THREADS + thread] = held[u]
-            for step in T.unroll(5):
-                largest = T.max(largest, T.shfl_xor(largest, 1 << step))
-            if thread % _WARP == 0:
-                warp_largest[thread // _WARP] = largest
             is_odd = T.syncthreads_or(is_odd)
-            for w in T.unroll(_WARPS):
-                largest = T.max(largest, warp_largest[w])
+            largest_of_block(largest, warp_largest, _WARPS, thread)
             least[0] = T.uint32(HIDDEN + 1)
             least[1] = T.uint32(0)
             if is_odd == 0:
@@ -235,13 +218,13 @@ def filter_rows_program():
                     needed[0] = T.cast(top_k[row], "uint64")
                     cut(
                         False, T.float64(0.0), out, row, thread, largest, least, known, low, high, warp_total, found,
-                        needed, own, inclusive, before, total, number, active, held, key,
+                        needed, own, before, total, number, active, held, key,
                     )  # fmt: skip
                 if top_p[row] < T.float64(1.0):
                     needed[0] = T.uint64(1)
                     cut(
                         True, top_p[row], out, row, thread, largest, least, known, low, high, warp_total, found,
-                        needed, own, inclusive, before, total, number, active, held, key,
+                        needed, own, before, total, number, active, held, key,
                     )  # fmt: skip
                 for step in T.serial(T.ceildiv(num_ids, _STEP)):
                     load(out, row, step, thread, held)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, program
+from deepinfer_kernels_nvidia.ops.block_values import WARP, largest_of_block, sum_of_block
 from deepinfer_kernels_nvidia.ops.select import ordered_bits
 
 __all__ = ["token_logprobs"]
 
 _THREADS, _LOADS = 512, 8
 _STEP = _THREADS * _LOADS
-_WARP = 32
-_WARPS = _THREADS // _WARP
+_WARPS = _THREADS // WARP
 _ID = 0xFFFFFFFF
 
 
@@ -52,6 +52,7 @@ def row_logprobs_program():
         with T.Kernel(rows, threads=_THREADS) as row:
             thread = T.get_thread_binding()
             warp_key = T.alloc_shared((_WARPS,), "int64")
+            warp_largest = T.alloc_shared((_WARPS,), "float32")
             warp_sum = T.alloc_shared((_WARPS,), "float32")
             warp_count = T.alloc_shared((_WARPS,), "int32")
             best = T.alloc_var("int64")
@@ -67,14 +68,7 @@ def row_logprobs_program():
                     index = step * _STEP + u * _THREADS + thread
                     if index < num_ids:
                         largest = T.max(largest, logits[row, index])
-            for step in T.unroll(5):
-                largest = T.max(largest, T.shfl_xor(largest, 1 << step))
-            if thread % _WARP == 0:
-                warp_sum[thread // _WARP] = largest
-            T.sync_threads()
-            for w in T.unroll(_WARPS):
-                largest = T.max(largest, warp_sum[w])
-            T.sync_threads()
+            largest_of_block(largest, warp_largest, _WARPS, thread)
             own = _key(logits[row, token[row]], token[row])
             total = 0.0
             count = 0
@@ -85,18 +79,8 @@ def row_logprobs_program():
                         value = logits[row, index]
                         total += T.exp(value - largest)
                         count += T.if_then_else(_key(value, index) > own, 1, 0)
-            for step in T.unroll(5):
-                total += T.shfl_xor(total, 1 << step)
-                count += T.shfl_xor(count, 1 << step)
-            if thread % _WARP == 0:
-                warp_sum[thread // _WARP] = total
-                warp_count[thread // _WARP] = count
-            T.sync_threads()
-            total = 0.0
-            count = 0
-            for w in T.unroll(_WARPS):
-                total += warp_sum[w]
-                count += warp_count[w]
+            sum_of_block(total, warp_sum, _WARPS, thread)
+            sum_of_block(count, warp_count, _WARPS, thread)
             total = T.log(total)
             if thread == 0:
                 logprob[row] = logits[row, token[row]] - largest - total
@@ -110,14 +94,8 @@ def row_logprobs_program():
                         if index < num_ids:
                             if _key(logits[row, index], index) < below:
                                 best = T.max(best, _key(logits[row, index], index))
-                for step in T.unroll(5):
-                    best = T.max(best, T.shfl_xor(best, 1 << step))
-                if thread % _WARP == 0:
-                    warp_key[thread // _WARP] = best
-                T.sync_threads()
-                for w in T.unroll(_WARPS):
-                    best = T.max(best, warp_key[w])
-                T.sync_threads()
+                largest_of_block(best, warp_key, _WARPS, thread)
+                T.sync_threads()  # `warp_key` is written again
                 below = best
                 if thread == 0:
                     index = T.int64(_ID >> 1) - (best & T.int64(_ID >> 1))

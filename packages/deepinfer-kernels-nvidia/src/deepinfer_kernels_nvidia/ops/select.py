@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from deepinfer_kernels_nvidia.jit import T, aligned, program
+from deepinfer_kernels_nvidia.ops.block_values import WARP, sums_before
 
 __all__ = ["CAPACITY", "HIDDEN", "candidate_blocks", "ordered_bits", "select_entries"]
 
 CAPACITY = 4096  # keys that the last bin may hold to be moved to shared memory
 _BINS = 2048
 _THREADS = 512
-_WARP = 32
 _LOADS = 4  # vectors that a thread has under way
 _LINE = 32  # scores of a sampled piece, 128 bytes
 _SAMPLE_RANK = 16  # of the bound in the sample, at least
@@ -69,7 +69,7 @@ def top_k_program(k: int, vector: int, marks: bool):
     """scores [rows, units * vector] -> [rows, k] ascending, -1 last; or, if `marks`, [rows, units] of 0 and 1."""
     rows, units = T.dynamic("rows"), T.dynamic("units")
     bins_a_thread = _BINS // _THREADS
-    warps = _THREADS // _WARP
+    warps = _THREADS // WARP
     places = 1 << (k - 1).bit_length()  # what a sorting network takes
     capacity = max(CAPACITY, places)
     lanes = _LINE // vector  # threads on a sampled line
@@ -93,23 +93,12 @@ def top_k_program(k: int, vector: int, marks: bool):
             T.atomic_add(histogram[T.cast((bits >> prefix[_SHIFT]) & prefix[_DIGIT_MASK], "int32")], 1)
 
     @T.macro
-    def find_bin(thread, histogram, warp_total, needed, found, own, inclusive, before, total):
+    def find_bin(thread, histogram, warp_total, needed, found, own, before, total):
         """found: the bin with the needed-th key, keys above it, keys in it; total: all keys counted."""
         own[0] = 0
         for i in T.unroll(bins_a_thread):
             own[0] += histogram[_BINS - 1 - thread * bins_a_thread - i]
-        inclusive[0] = own[0]
-        for step in T.unroll(5):
-            from_below = T.shfl_up(inclusive[0], 1 << step)
-            inclusive[0] += T.if_then_else(thread % _WARP >= (1 << step), from_below, 0)
-        if thread % _WARP == _WARP - 1:
-            warp_total[thread // _WARP] = inclusive[0]
-        T.sync_threads()
-        before[0] = inclusive[0] - own[0]
-        total[0] = 0
-        for w in T.unroll(warps):
-            before[0] += T.if_then_else(w < thread // _WARP, warp_total[w], 0)
-            total[0] += warp_total[w]
+        sums_before(own[0], before[0], total[0], warp_total, warps, thread)
         for i in T.unroll(bins_a_thread):
             held = histogram[_BINS - 1 - thread * bins_a_thread - i]
             if before[0] < needed and needed <= before[0] + held:
@@ -148,7 +137,7 @@ def top_k_program(k: int, vector: int, marks: bool):
         T.sync_threads()
 
     @T.macro
-    def bound(scores, row, thread, held, prefix, state, histogram, warp_total, found, own, inclusive, before, total):
+    def bound(scores, row, thread, held, prefix, state, histogram, warp_total, found, own, before, total):
         """prefix: digits of a score that about 2 k of the row reach, by a sample; no digits where it has too few."""
         stride = T.ceildiv(T.ceildiv(units, lanes), sampled)
         state[_NEEDED] = T.max(2 * k // stride, _SAMPLE_RANK)
@@ -166,7 +155,7 @@ def top_k_program(k: int, vector: int, marks: bool):
                 for v in T.unroll(vector):
                     count(ordered_bits(held[u, v]), T.uint32(0), prefix, digit, histogram)
             T.sync_threads()
-            find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, inclusive, before, total)
+            find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, before, total)
             if total[0] >= state[_NEEDED]:
                 state[_NEEDED] = state[_NEEDED] - found[1]
                 prefix[_VALUE] = prefix[_VALUE] | (T.cast(found[0], "uint32") << prefix[_SHIFT])
@@ -237,7 +226,6 @@ def top_k_program(k: int, vector: int, marks: bool):
             prefix = T.alloc_local((6,), "uint32")
             state = T.alloc_local((4,), "int32")
             own = T.alloc_local((1,), "int32")
-            inclusive = T.alloc_local((1,), "int32")
             before = T.alloc_local((1,), "int32")
             total = T.alloc_local((1,), "int32")
             for i in T.unroll(4):
@@ -263,7 +251,6 @@ def top_k_program(k: int, vector: int, marks: bool):
                         warp_total,
                         found,
                         own,
-                        inclusive,
                         before,
                         total,
                     )
@@ -294,7 +281,7 @@ def top_k_program(k: int, vector: int, marks: bool):
                                     index = ((step * _LOADS + u) * _THREADS + thread) * vector + v
                                     count(ordered_bits(held[u, v]), _inverted(index), prefix, digit, histogram)
                     T.sync_threads()
-                    find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, inclusive, before, total)
+                    find_bin(thread, histogram, warp_total, state[_NEEDED], found, own, before, total)
                     narrow(digit, prefix, state, found, total)
                     if not marks and state[_IS_LIST] == 0 and state[_HELD] <= capacity:
                         collect(scores, row, thread, held, prefix, chosen, candidate, candidate_index, filled)

@@ -116,8 +116,8 @@ def main() -> None:
             continue
         mine, other = TABLE[op], getattr(REFERENCE, op)
         equal = same(op, mine(*given), other(*given))
-        microseconds = (event_time(partial(call, *given), CALLS) * 1e6 for call in (mine, other))
-        timings.append(Timing(op, name, *microseconds, equal))
+        ours_us, torch_us = (event_time(partial(call, *given), CALLS) * 1e6 for call in (mine, other))
+        timings.append(Timing(op, name, ours_us, torch_us, equal))
         print(timings[-1], flush=True)
     write_report(arguments.out, timings=[asdict(timing) for timing in timings])
 

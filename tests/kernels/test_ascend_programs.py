@@ -28,12 +28,14 @@ from deepinfer_kernels_ascend.coverage import OFFERED, ROW_INVARIANT, reason_aga
 from tests.core.model_configs import RELEASE
 from tests.kernels.ascend_host import HostPrograms, kernel_signature
 from tests.kernels.fake_torch_npu import FakeTorchNpu, define
+from tests.kernels.lowering import Workshop, lower_for_ascend
 
 # One case an operation: each new shape costs seconds to lower and compile, and the arithmetic is the same. Plans are
 # seen through the operations that take them.
 SEEN = {op for op in OFFERED if not op.startswith("plan_")}
 CASES = list({case.op: case for case in reversed(list(all_cases())) if case.op in SEEN and not case.coded}.values())
 PROMISED = [case for case in CASES if case.op in ROW_INVARIANT and case.by_row]
+DIM = 64  # of records: one program a format
 
 
 @pytest.fixture(scope="session")
@@ -93,12 +95,12 @@ def test_records_are_exact_over_the_whole_range_of_a_float(
     """Groups of every magnitude, with zeros, both signs, values on midpoints, and the largest one alone."""
     generator = torch.Generator().manual_seed(3)
     exponents = torch.linspace(-40, 30, 300)[:, None]
-    values = torch.randn(300, 64, generator=generator) * 2.0**exponents
+    values = torch.randn(300, DIM, generator=generator) * 2.0**exponents
     values[::7, ::3] = 0.0
     values[1::7] = (values[1::7] * 4).round() / 4 * 6
     values[5] = torch.tensor([0.25, -0.75, 1.25, 1.75, -2.5, 3.5, 5.0, 6.0]).repeat(8)
     values[6] = -0.0
-    cache = torch.zeros(300, fmt.num_bytes(64), dtype=torch.uint8)
+    cache = torch.zeros(300, fmt.num_bytes(DIM), dtype=torch.uint8)
     name = {"window": "write_window", "compressed": "write_entries", "index": "write_index_keys"}[fmt.name]
     package.ops.TABLE[name](cache, torch.arange(299, -1, -1), values)
     assert torch.equal(cache.flip(0), pack(values, fmt))
@@ -108,14 +110,14 @@ def test_records_are_exact_over_the_whole_range_of_a_float(
 
 def test_every_code_of_a_record_is_read_exactly(package: SimpleNamespace, host: FakeTorchNpu) -> None:
     """All 256 bytes as values, under every scale that a write can leave."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat(254, 1)
-    codes[:, [127, 255]] = 0  # NaN, which no write leaves
     for fmt, scales in ((WINDOW, range(1, 255)), (COMPRESSED, range(1, 127)), (INDEX, range(1, 255))):
-        count = len(scales)
-        dim = 256 * 8 // fmt.value_bits
-        scale = torch.tensor(scales, dtype=torch.uint8)[:, None].expand(count, dim // fmt.group)
-        cache = torch.cat([codes[:count], scale], 1)
-        read = package.cache_read._read(fmt.name, cache, torch.arange(count), torch.empty(0, dim))
+        codes = torch.arange(256, dtype=torch.uint8)
+        if fmt is WINDOW:
+            codes[[127, 255]] = 0  # NaN, which no write leaves
+        codes = codes.view(-1, DIM * fmt.value_bits // 8)
+        scale = torch.tensor(scales, dtype=torch.uint8)[:, None].repeat_interleave(len(codes), 0)
+        cache = torch.cat([codes.repeat(len(scales), 1), scale.expand(-1, DIM // fmt.group)], 1)
+        read = package.cache_read._read(fmt.name, cache, torch.arange(len(cache)), torch.empty(0, DIM))
         assert torch.equal(read, unpack(cache, fmt)), fmt.name
 
 
@@ -244,13 +246,17 @@ def test_every_program_of_the_release_lowers_to_a_vector_kernel_within_its_limit
 ) -> None:
     one_each = dict(reversed(package.warm.variants(release)))
     assert set(one_each) == set(package.jit.PROGRAMS)
-    for name, parameters in one_each.items():
-        source = package.jit.PROGRAMS[name].source(parameters)
-        assert f"__launch_bounds__({package.jit.THREADS}) inline void {name}_kernel_simt_vf_0(" in source
-        assert f"asc_vf_call<{name}_kernel_simt_vf_0>(cce::dim3({package.jit.THREADS})" in source
-        assert len(kernel_signature(source)) >= 3
-        # Registers of a thread only: no unified buffer, no barrier, nothing allocated or freed while it runs.
-        local = [int(size) for size in re.findall(r"^\s+(?:float|int32_t|uint8_t) \w+\[(\d+)\];", source, re.MULTILINE)]
-        assert sum(local) <= 64, f"{name} holds {sum(local)} values in the registers of a thread"
-        for word in ("__ubuf__", "__cbuf__", "sync_block", "SetFlag", "WaitFlag", "malloc", "new ", "free("):
-            assert word not in source, f"{word} in {name}"
+    with Workshop() as workshop:
+        workshop.begin(lower_for_ascend, [(name, parameters, "ascend") for name, parameters in one_each.items()])
+        for name, parameters in one_each.items():
+            source = workshop.made(name, parameters, "ascend").source
+            assert f"__launch_bounds__({package.jit.THREADS}) inline void {name}_kernel_simt_vf_0(" in source
+            assert f"asc_vf_call<{name}_kernel_simt_vf_0>(cce::dim3({package.jit.THREADS})" in source
+            assert len(kernel_signature(source)) >= 3
+            # Registers of a thread only: no unified buffer, no barrier, nothing allocated or freed while it runs.
+            local = [
+                int(size) for size in re.findall(r"^\s+(?:float|int32_t|uint8_t) \w+\[(\d+)\];", source, re.MULTILINE)
+            ]
+            assert sum(local) <= 64, f"{name} holds {sum(local)} values in the registers of a thread"
+            for word in ("__ubuf__", "__cbuf__", "sync_block", "SetFlag", "WaitFlag", "malloc", "new ", "free("):
+                assert word not in source, f"{word} in {name}"

@@ -9,10 +9,9 @@ import itertools
 import math
 import os
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +22,34 @@ from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import OPS
 from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
 from tests.core.model_configs import RELEASE
-from tests.kernels.lowering import lower_all, lowered
+from tests.kernels.lowering import Made, Wanted, Workshop, compile_cubin, lower, lowered
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536  # SM90 and SM100: a block that asks for more can't be launched
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024  # SM90 and SM100
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor, SM100
 RUN_ON_THE_HOST = {"adjust_rows", "filter_rows", "draw_blocks", "draw_best", "accept", "row_logprobs", "engram_rows"}
 REPRESENTATIVE = ("attend", "index_scores", "write_records", "rms_norm", "mhc_gates", "top_k", "place_pairs")
+HOT = (  # program, architecture, instructions in its machine code
+    ("attend", "sm_90a", ("HGMMA", "LDG.E.128", "STG.E.128", "USETMAXREG")),
+    ("index_scores", "sm_90a", ("QGMMA", "HMMA", "UBLKCP")),
+    ("mix_parts", "sm_90a", ("HGMMA", "UTMALDG")),
+    ("matmul", "sm_90a", ("HGMMA", "UTMALDG", "UTMASTG")),
+    ("mhc_next", "sm_90a", ("LDG.E.128", "STG.E.128")),
+    ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
+    # Products that are not in tensor memory become the older HMMA on SM100; none of these has run there.
+    ("attend", "sm_100a", ("HMMA",)),
+    ("index_scores", "sm_100a", ("HMMA", "UBLKCP")),  # ptxas turns e5m2 operands into f16 there
+    ("write_records", "sm_100a", ("STG",)),
+)
+IN_TENSOR_MEMORY = (  # program, parameters, shared bytes, columns of tensor memory, instruction of the product
+    # Bytes: tiles in flight, of a value, depth, rows and columns; the scales of coded tiles lie before them.
+    ("matmul", (1, 5120, 129280, "float32", False), 4 * 2 * 64 * (128 + 256), 256, "UTCHMMA"),
+    ("gated", (6, 5120, 1536, True, False), 4 * 2 * 64 * (128 + 2 * 128), 256, "UTCHMMA"),
+    ("down", (6, 1536, 5120), 4 * 2 * 64 * (128 + 128), 128, "UTCHMMA"),
+    ("matmul_coded", (1280, 32768, False), 3 * 128 * (128 + 128) + 2048, 128, "UTCQMMA"),
+    ("gated_coded", (6, 5120, 1536, True, False), 3 * 128 * (128 + 2 * 128) + 2048, 256, "UTCQMMA"),
+    ("down_coded", (6, 1536, 5120), 3 * 128 * (128 + 128) + 2048, 128, "UTCQMMA"),
+)
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -115,33 +135,39 @@ def first_variant(variants: list[tuple[str, tuple[Any, ...]]], name: str) -> tup
     return next(parameters for program, parameters in variants if program == name)
 
 
+def one_of_each(package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]]) -> list[Wanted]:
+    """On SM90 all but those that test_nvidia_sampling lowers and runs; on SM100 one of each kind, besides the products,
+    which are compiled with other parameters.
+    """
+    names = [(name, "sm_90a") for name in package.jit.PROGRAMS if name not in RUN_ON_THE_HOST]
+    names += [(name, "sm_100a") for name in REPRESENTATIVE]
+    return [(name, first_variant(variants, name), arch) for name, arch in names]
+
+
+@pytest.fixture(scope="session")
+def workshop(package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]]) -> Iterator[Workshop]:
+    """Begins with all that the slow tests want."""
+    with Workshop() as opened:
+        opened.begin(compile_cubin, [(name, first_variant(variants, name), arch) for name, arch, _ in HOT])
+        opened.begin(lower, one_of_each(package, variants))
+        opened.begin(compile_cubin, [(name, parameters, "sm_100a") for name, parameters, *_ in IN_TENSOR_MEMORY])
+        yield opened
+
+
 def test_every_program_has_a_variant(package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]]) -> None:
     assert {name for name, _ in variants} == set(package.jit.PROGRAMS)
 
 
 @pytest.mark.slow
-def test_every_program_lowers(package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]]) -> None:
-    """On SM90 all but those that test_nvidia_sampling lowers and runs; on SM100 one of each kind, besides the products,
-    which tests below lower and compile with other parameters.
-    """
-    names = [(name, "sm_90a") for name in package.jit.PROGRAMS if name not in RUN_ON_THE_HOST]
-    names += [(name, "sm_100a") for name in REPRESENTATIVE]
-    wanted = [(name, first_variant(variants, name), arch) for name, arch in names]
-    lower_all(wanted)
-    for name, parameters, arch in wanted:
-        assert f"{name}_kernel(" in lowered(name, parameters, arch)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["draw_blocks", "filter_rows", "row_logprobs"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("top_k", "index_scores", "attend")],
-)
-def test_where_barriers_are_placed_by_hand_no_two_shared_buffers_overlap(
-    package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]], name: str
+def test_every_program_lowers(
+    package: SimpleNamespace, workshop: Workshop, variants: list[tuple[str, tuple[Any, ...]]]
 ) -> None:
+    for name, parameters, arch in one_of_each(package, variants):
+        assert f"{name}_kernel(" in workshop.made(name, parameters, arch).source
+
+
+def no_shared_buffers_overlap(package: SimpleNamespace, name: str, parameters: tuple[Any, ...], source: str) -> None:
     """TileLang would put buffers that are used one after the other into one place, and trust barriers of its own."""
-    parameters = first_variant(variants, name)
     build, passes = package.jit.PROGRAMS[name]._for_arch("sm_90a")
     assert passes["tl.disable_thread_storage_sync"]
     asked = re.findall(
@@ -151,10 +177,27 @@ def test_where_barriers_are_placed_by_hand_no_two_shared_buffers_overlap(
         buffer: getattr(torch, dtype or "float32").itemsize * math.prod(map(int, re.findall(r"\d+", shape)))
         for buffer, shape, dtype in asked
     }
-    found = re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)\)", lowered(name, parameters, "sm_90a"))
+    found = re.findall(r"void\* (\w+) = .*buf_dyn_shmem \+ (\d+)\)", source)
     places = sorted((int(start), int(start) + sizes[buffer]) for buffer, start in found)
     assert len(places) == len(sizes) > 1
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("name", ["draw_blocks", "filter_rows", "row_logprobs"])
+def test_where_barriers_are_placed_by_hand_no_two_shared_buffers_overlap(
+    package: SimpleNamespace, variants: list[tuple[str, tuple[Any, ...]]], name: str
+) -> None:
+    parameters = first_variant(variants, name)
+    no_shared_buffers_overlap(package, name, parameters, lowered(name, parameters, "sm_90a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["top_k", "index_scores", "attend"])
+def test_nor_do_they_in_programs_of_the_release_that_place_their_barriers(
+    package: SimpleNamespace, workshop: Workshop, variants: list[tuple[str, tuple[Any, ...]]], name: str
+) -> None:
+    parameters = first_variant(variants, name)
+    no_shared_buffers_overlap(package, name, parameters, workshop.made(name, parameters, "sm_90a").source)
 
 
 @pytest.mark.parametrize("name", ["matmul", "gated", "down"])
@@ -168,94 +211,38 @@ def test_products_stream_through_the_copy_engine_into_wgmma(
     assert "tmem" not in source  # sums in registers
 
 
-def nvcc(jit: ModuleType, source: str, arch: str, folder: Path) -> tuple[str, str]:
-    """Compile; return what ptxas reports, and the machine code."""
-    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    root = Path(jit.tilelang.__file__).parent
-    (folder / "program.cu").write_text(source, encoding="utf-8")
-    includes = [f"-I{root / 'src'}", f"-I{root / '3rdparty' / 'cutlass' / 'include'}"]
-    number = arch.removeprefix("sm_")
-    options = ["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", f"-gencode=arch=compute_{number},code={arch}"]
-    done = subprocess.run(
-        [compiler, *options, *includes, "program.cu", "-o", "program.cubin"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    import triton
-
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    code = subprocess.run([disassembler, "program.cubin"], capture_output=True, text=True, cwd=folder, check=True)
-    return done.stderr, code.stdout
-
-
-def frugal_code(jit: ModuleType, source: str, arch: str, folder: Path) -> str:
+def frugal_code(made: Made) -> str:
     """Machine code of a program that spills nothing and whose block fits the registers of a multiprocessor."""
-    report, code = nvcc(jit, source, arch, folder)
-    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
-    threads = [int(number) for number in re.findall(r"__launch_bounds__\((\d+)", source)]
+    assert re.findall(r"(\d+) bytes spill stores", made.report) == ["0"]
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", made.report)]
+    threads = [int(number) for number in re.findall(r"__launch_bounds__\((\d+)", made.source)]
     assert len(registers) == 1
     assert registers[0] * max(threads) <= REGISTERS_OF_A_MULTIPROCESSOR
-    return code
+    return made.code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arch", "instructions"),
-    [
-        ("attend", "sm_90a", ("HGMMA", "LDG.E.128", "STG.E.128", "USETMAXREG")),
-        ("index_scores", "sm_90a", ("QGMMA", "HMMA", "UBLKCP")),
-        ("mix_parts", "sm_90a", ("HGMMA", "UTMALDG")),
-        ("matmul", "sm_90a", ("HGMMA", "UTMALDG", "UTMASTG")),
-        ("mhc_next", "sm_90a", ("LDG.E.128", "STG.E.128")),
-        ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
-        # Products that are not in tensor memory become the older HMMA on SM100; none of these has run there.
-        ("attend", "sm_100a", ("HMMA",)),
-        ("index_scores", "sm_100a", ("HMMA", "UBLKCP")),  # ptxas turns e5m2 operands into f16 there
-        ("write_records", "sm_100a", ("STG",)),
-    ],
-)
+@pytest.mark.parametrize(("name", "arch", "instructions"), HOT)
 def test_hot_programs_compile_without_spills(
-    package: SimpleNamespace,
+    workshop: Workshop,
     variants: list[tuple[str, tuple[Any, ...]]],
     name: str,
     arch: str,
     instructions: tuple[str, ...],
-    tmp_path: Path,
 ) -> None:
-    source = lowered(name, first_variant(variants, name), arch)
-    code = frugal_code(package.jit, source, arch, tmp_path)
+    code = frugal_code(workshop.made(name, first_variant(variants, name), arch))
     for instruction in instructions:
         assert instruction in code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parameters", "shared_bytes", "columns", "product"),
-    [
-        # Bytes: tiles in flight, of a value, depth, rows and columns; the scales of coded tiles lie before them.
-        ("matmul", (1, 5120, 129280, "float32", False), 4 * 2 * 64 * (128 + 256), 256, "UTCHMMA"),
-        ("gated", (6, 5120, 1536, True, False), 4 * 2 * 64 * (128 + 2 * 128), 256, "UTCHMMA"),
-        ("down", (6, 1536, 5120), 4 * 2 * 64 * (128 + 128), 128, "UTCHMMA"),
-        ("matmul_coded", (1280, 32768, False), 3 * 128 * (128 + 128) + 2048, 128, "UTCQMMA"),
-        ("gated_coded", (6, 5120, 1536, True, False), 3 * 128 * (128 + 2 * 128) + 2048, 256, "UTCQMMA"),
-        ("down_coded", (6, 1536, 5120), 3 * 128 * (128 + 128) + 2048, 128, "UTCQMMA"),
-    ],
-)
+@pytest.mark.parametrize(("name", "parameters", "shared_bytes", "columns", "product"), IN_TENSOR_MEMORY)
 def test_products_stand_in_tensor_memory_on_sm100_and_are_read_before_it_is_freed(
-    package: SimpleNamespace,
-    name: str,
-    parameters: tuple[Any, ...],
-    shared_bytes: int,
-    columns: int,
-    product: str,
-    tmp_path: Path,
+    workshop: Workshop, name: str, parameters: tuple[Any, ...], shared_bytes: int, columns: int, product: str
 ) -> None:
     """Compiled and read; never run."""
-    source = lowered(name, parameters, "sm_100a")
+    made = workshop.made(name, parameters, "sm_100a")
+    source = made.source
     assert "warpgroup_reg_dealloc" not in source  # one group of warps: all pass the barrier before the release
     reads = [found.end() for found in re.finditer(r"tcgen05_ld_\w+", source)]
     sizes = [int(size) for size in re.findall(r"tmem_allocate\(.*, (\d+)\);", source)]
@@ -272,7 +259,7 @@ def test_products_stand_in_tensor_memory_on_sm100_and_are_read_before_it_is_free
     assert order == sorted(order)
     tiles = [int(offset) for offset in re.findall(r"_tile = .*buf_dyn_shmem \+ (\d+)\)", source)]
     assert max(tiles) < shared_bytes <= SHARED_BYTES_OF_A_BLOCK
-    code = frugal_code(package.jit, source, "sm_100a", tmp_path)
+    code = frugal_code(made)
     for instruction in (product, "LDTM", "UTCATOMSWS"):  # product, read, allocation
         assert instruction in code
     assert not re.search(r"\b[HQ]MMA", code)

@@ -51,7 +51,8 @@ def test_calls_in_different_orders_are_recognized(four_ranks: RankProcesses) -> 
     four_ranks.ask("mismatch")
     answers = four_ranks.answers()
     assert {status for status, *_ in answers} == {"error"}
-    assert any("rank 0" in text and "different orders" in text for _, _, text, _ in answers[1:])
+    texts = [text for _, _, text, _ in answers[1:]]
+    assert any("rank 0" in text and "different orders" in text for text in texts), texts
     four_ranks.ask("step", step=1, seconds={})
     assert all("cannot run after a failure" in answer[2] for answer in four_ranks.answers())
 

@@ -75,6 +75,22 @@ def test_a_circle_of_waiting_ends_and_names_its_members() -> None:
     assert "waits in group right: ranks make their calls in different orders" in found[3]
 
 
+def test_ranks_that_wait_for_the_one_that_asks_are_not_called_busy() -> None:
+    signs = [sign(0, {"all": 7, "left": 0}, "all"), sign(1, {"all": 6, "left": 1}, "left")]
+    signs += [sign(rank, {"all": 7}, "all") for rank in (2, 3)]
+    found = culprits(signs, "all", 7)  # 0 waits for 1 in one group, 1 for 0 in another
+    assert list(found) == [1]
+    assert "waits in group left: ranks make their calls in different orders" in found[1]
+
+
+def test_ranks_that_a_failed_one_waited_for_in_another_group_are_not_called_busy() -> None:
+    signs = [sign(rank, {"all": 7, "right": 0}, "all") for rank in range(3)]
+    signs.append(sign(3, {"all": 6, "right": 1}, "right", state="failed", blames=(2,), reason="2 is elsewhere"))
+    found = culprits(signs, "all", 7)  # 3 gave up on 2 in another group, where 2 has not come since it waits for 3
+    assert list(found) == [3]
+    assert "different orders" in found[3]
+
+
 def test_nobody_is_named_where_all_have_entered() -> None:
     assert culprits([sign(rank, {"all": 7}, "all") for rank in range(4)], "all", 7) == {}
 

@@ -78,17 +78,18 @@ def find_culprits(
         if rank in judged or rank == asking:
             return
         judged.add(rank)
-        sign = signs[rank]
+        sign, waits_for_asking = signs[rank], False
         if sign.state == "failed":
-            behind = list(sign.blames)
+            behind, waiting_in = list(sign.blames), sign.inside or ""
         elif sign.state == "running" and rank not in silent_s and sign.inside not in (None, waiting_in):
             waiting_in = sign.inside
             behind = suspects(waiting_in, sign.entered[waiting_in])
+            waits_for_asking = asking in behind
         else:
             behind = []
         for other in behind:
             judge(other, waiting_in)
-        if not any(other in judged and other != rank for other in behind):
+        if not waits_for_asking and not any(other in judged and other != rank for other in behind):
             found[rank] = Culprit(rank, sign.state != "running", _describe(sign, silent_s.get(rank)))
 
     def suspects(group: str, number: int) -> list[int]:

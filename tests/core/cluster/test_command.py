@@ -61,7 +61,7 @@ def test_tables_and_a_picture(plan_file: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_cluster_that_cannot_keep_up_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text(f"{SHORT}load = 4\n", encoding="utf-8")
+    path.write_text(f"{SHORT}[prefill]\ndevices = 16\n", encoding="utf-8")
     assert main(["plan", "--cluster", str(path)]) == 1
     assert "NO" in capsys.readouterr().out
 

@@ -87,8 +87,7 @@ def check_equal(model: TinyModel, plans: Sequence[StepPlan], size: int, *, mask:
     return computed
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("length", [40, 97, 230])
+@pytest.mark.parametrize(("size", "length"), [(2, 230), (3, 97), (4, 40), (4, 230)])
 def test_a_whole_prompt(tiny: TinyModel, size: int, length: int) -> None:
     plan = plan_of([Chunk(0, 0, tokens_of(tiny, length))])
     computed = check_equal(tiny, [plan], size)
@@ -96,8 +95,7 @@ def test_a_whole_prompt(tiny: TinyModel, size: int, length: int) -> None:
         assert sum(computed) == length
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("keep", [20, 90, 200])
+@pytest.mark.parametrize(("size", "keep"), [(2, 90), (3, 20), (3, 200), (4, 90)])
 def test_the_decoder_half_of_the_last_rows_alone(tiny: TinyModel, size: int, keep: int) -> None:
     plan = plan_of([Chunk(0, 0, tokens_of(tiny, 201), 201 - keep)], sample="last")
     check_equal(tiny, [plan], size)

@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_request_alone_and_nothing_leaks(trace: Trace) -
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=45, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces)
 def test_tokens_are_those_of_the_request_alone_in_many_traces(trace: Trace) -> None:
     test_tokens_are_those_of_the_request_alone_and_nothing_leaks.hypothesis.inner_test(trace)  # type: ignore[attr-defined]

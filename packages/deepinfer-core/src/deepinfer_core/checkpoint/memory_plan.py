@@ -178,11 +178,13 @@ class PartSize:
 def part_sizes(config: ModelConfig) -> list[PartSize]:
     """Sizes of all parts of the manifest, vision included, in its order."""
     parts: dict[str, Counter[str]] = {}
-    for spec in manifest(config):
+    # Few kinds, since experts are alike; in these forms a tensor's name does not matter.
+    kinds = Counter(TensorSpec("", spec.shape, spec.dtype, spec.part) for spec in manifest(config))
+    for spec, count in kinds.items():
         size = parts.setdefault(spec.part, Counter())
-        size["parameters"] += spec.num_parameters
+        size["parameters"] += count * spec.num_parameters
         for form in _RELEASED_AND_PLAIN:
-            size[form] += _tensor_bytes(spec, form)
+            size[form] += count * _tensor_bytes(spec, form)
     return [PartSize(part, size["parameters"], size["packed"], size["plain"]) for part, size in parts.items()]
 
 

@@ -192,6 +192,7 @@ def flat_settings(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(owners[setting.part], name) for name, setting in all_settings().items()}
 
 
+@cache
 def _part_class(part: str) -> type[Any]:
     return typing.get_type_hints(EngineConfig)[part]
 

@@ -72,10 +72,10 @@ def pollaczek_khinchine(service_s: list[float]) -> float:
 @pytest.mark.parametrize("spread", [0.0, SPREAD])
 def test_prefill_in_small_chunks_waits_as_pollaczek_and_khinchine_say(spread: float) -> None:
     second = 0.5 / RATE / 1_000  # of a row
-    prefill = PrefillGroup(1, 50, 0, False, lambda rows, kept, context: rows * second)
+    prefill = PrefillGroup(1, 100, 0, False, lambda rows, kept, context: rows * second)
     done = simulated(one_kind(spread=spread), prefill, decode_group([NO_TIME] * 501)).records
     service_s = [r.rows * second for r in done.ended]
-    expected = pollaczek_khinchine(service_s) + mean(service_s) + 25 * second  # it ends in the middle of a chunk
+    expected = pollaczek_khinchine(service_s) + mean(service_s) + 50 * second  # it ends in the middle of a chunk
     assert mean([r.first_token_s - r.arrived_s for r in done.ended]) == pytest.approx(expected, rel=0.08)
 
 

@@ -28,8 +28,7 @@ def full_plan() -> StepPlan:
         structured=StructuredOutput(json={"type": "object", "properties": {"é": {"type": "integer"}}}),
     )
     plain = Admission(0, 1, 2**40, np.arange(9), 7, 0, SamplingParams(min_tokens=2), 2**64 - 1)
-    image = replace(
-        plain,
+    image = plain._replace(
         slot=2,
         params=params,
         content=np.array([0, 1, 1, 0], np.uint8),
@@ -50,7 +49,7 @@ def assert_same(value: Any, other: Any) -> None:
         for spec in fields(value):
             assert_same(getattr(value, spec.name), getattr(other, spec.name))
     elif isinstance(value, tuple):
-        assert isinstance(other, tuple)
+        assert type(value) is type(other)
         assert len(value) == len(other)
         for one, two in zip(value, other, strict=True):
             assert_same(one, two)

@@ -32,8 +32,9 @@ _MAX_DIMENSIONS: Final = 2
 
 def encode_plan(plan: StepPlan) -> bytes:
     """All of it."""
-    admissions = [_fields(one) | {"params": params_to_json(one.params)} for one in plan.admissions]
-    return _encoder.encode(_fields(plan) | {"admissions": admissions})
+    admissions = [one._asdict() | {"params": params_to_json(one.params)} for one in plan.admissions]
+    columns = {spec.name: getattr(plan, spec.name) for spec in fields(plan)}
+    return _encoder.encode(columns | {"admissions": admissions})
 
 
 def decode_plan(data: bytes) -> StepPlan:
@@ -43,14 +44,10 @@ def decode_plan(data: bytes) -> StepPlan:
         raw["admissions"] = tuple(
             Admission(**{**one, "params": params_from_json(one["params"])}) for one in raw["admissions"]
         )
-        raw["releases"] = tuple(Release(**one) for one in raw["releases"])
+        raw["releases"] = tuple(Release(*one) for one in raw["releases"])
         return StepPlan(**raw)
     except (msgspec.DecodeError, RecursionError, TypeError, KeyError, ValueError, ConfigError, RequestError) as error:
         raise ParallelError(f"the leader sent {len(data)} bytes that are no plan: {error}") from error
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {spec.name: getattr(value, spec.name) for spec in fields(value)}
 
 
 def _encode_other(value: Any) -> Any:

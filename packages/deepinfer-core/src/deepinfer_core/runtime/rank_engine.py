@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -242,7 +241,7 @@ class RankEngine:
         number = self._theirs.pop(end.number)
         del self._own[number]
         self._begun.discard(number)
-        return replace(end, number=number)
+        return end._replace(number=number)
 
     def _send(self, report: Report) -> None:
         with suppress(ParallelError) if self._is_closing else nullcontext():  # nobody reads what comes after the end

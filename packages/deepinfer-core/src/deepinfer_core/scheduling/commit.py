@@ -40,13 +40,13 @@ class Committer:
         self._table = lifecycle.table
         self._speculation = speculation
 
-    def commit(self, flight: Flight, result: StepResult, columns: Int64Array) -> StepOutputs:
-        """Commit the result of a landed flight; `check_result` has passed it. columns [W, N]: its tokens."""
+    def commit(self, flight: Flight, result: StepResult, slots: Int64Array, columns: Int64Array) -> StepOutputs:
+        """Commit the result of a landed flight; `check_result` has passed it. slots [N], columns [W, N]: its tokens."""
         prompt_logprobs = self._prompt_logprobs(flight, result)
         self._fail_reported(flight, result)
         self._seal_prompts(flight)
-        of = _all_or_indices(self._table.generation[result.slot] == result.generation)
-        slots = result.slot[of].astype(np.int64)
+        of = _all_or_indices(self._table.generation[slots] == result.generation)
+        slots = slots[of]
         self._fail_unanswered(flight, slots)
         tokens, columns = result.tokens[of], columns[:, of]
         ending = find_endings(self._table, slots, columns, result.num_tokens[of])
@@ -88,7 +88,7 @@ class Committer:
     def _watch(self, slots: Int64Array, tokens: Int64Array, ending: Ending) -> dict[int, str]:
         """Show tokens to watchers, which may end requests; {entry: error} of those that raised: no tokens."""
         failures: dict[int, str] = {}
-        if not self._table.watched.any():
+        if not self._table.num_watched:
             return failures
         for n in np.flatnonzero(self._table.watched[slots]).tolist():
             watcher = self._table.request(int(slots[n])).watcher
@@ -111,11 +111,11 @@ class Committer:
 
     def _seal_prompts(self, flight: Flight) -> None:
         for slot, generation, computed in flight.computed:
-            if (
-                self._table.generation[slot] == generation
-                and computed // BLOCK_TOKENS > self._table.sealed_blocks[slot]
-            ):
-                self._life.ledger.seal(slot, computed // BLOCK_TOKENS)
+            if self._table.generation[slot] != generation:
+                continue
+            first, end = int(self._table.sealed_blocks[slot]), computed // BLOCK_TOKENS
+            if end > first:
+                self._life.ledger.seal(slot, first, end)
 
     def _take_tokens(self, slots: Int64Array, columns: Int64Array, ending: Ending) -> None:
         table = self._table
@@ -130,8 +130,10 @@ class Committer:
         computed -= 1
         full = computed >= (table.sealed_blocks[slots] + 1) * BLOCK_TOKENS
         if full.any():
-            for slot, position in zip(slots[full].tolist(), computed[full].tolist(), strict=True):
-                self._life.ledger.seal(slot, position // BLOCK_TOKENS)
+            new = full.nonzero()[0]
+            filled = (slots[new], table.sealed_blocks[slots[new]], computed[new] // BLOCK_TOKENS)
+            for slot, first, end in zip(*(column.tolist() for column in filled), strict=True):
+                self._life.ledger.seal(slot, first, end)
         self._life.stats.output_tokens += int(ending.kept.sum())
         if self._life.quarantine.alone is not None and len(slots):
             self._life.quarantine.committed(int(table.length[self._life.quarantine.alone.slot]))
@@ -156,7 +158,7 @@ class Committer:
         for known, new in zip(table.survival, survival, strict=True):  # row by row: much faster than [:, slots]
             known[slots] = new
         self._speculation.learn(survival if proposed.all() else np.compress(proposed > 0, survival, axis=1))
-        if not table.constrained.any():
+        if not table.num_constrained:
             return
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()

@@ -49,22 +49,21 @@ class Ending:
         return FinishReason.STOP, int(tokens[n, self.kept[n] - 1])
 
 
-def check_result(result: StepResult, columns: Int64Array, table: SlotTable) -> None:
+def check_result(result: StepResult, slots: Int64Array, columns: Int64Array, table: SlotTable) -> None:
     """Raise EngineError where a device is out of step: an entry of a current request has another position, or no token.
 
-    A placeholder must never become a token. columns [W, N]: the tokens, one position a row.
+    A placeholder must never become a token. slots [N], columns [W, N]: the tokens, one position a row.
     """
-    wrong = result.position != table.length[result.slot]
-    if wrong.any() and (wrong := wrong & (table.generation[result.slot] == result.generation)).any():
+    wrong = result.position != table.length[slots]
+    if wrong.any() and (wrong := wrong & (table.generation[slots] == result.generation)).any():
         n = int(np.argmax(wrong))
-        slot = int(result.slot[n])
+        slot = int(slots[n])
         raise EngineError(
             f"step {result.step}: request {table.number[slot]} expects the token at position {table.length[slot]} "
             f"and the device sent the one at {result.position[n]}"
         )
     count, placeholders = result.num_tokens, columns < 0
-    if placeholders.any():  # as there are behind a rejected draft
-        placeholders &= _order(columns) < count
+    placeholders &= _order(columns) < count  # behind a rejected draft they belong
     if placeholders.any() or count.min(initial=1) < 1 or count.max(initial=1) > len(columns):
         raise EngineError(f"step {result.step}: the device sent a placeholder, or nothing, where a token belongs")
 

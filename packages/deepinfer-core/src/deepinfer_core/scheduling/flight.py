@@ -46,7 +46,7 @@ def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
     for admission in segments.admissions:
         table.announced[admission.slot] = True
     for segment in segments.prefill:
-        table.next_position[segment.slot] = segment.first + segment.count
+        table.next_position[segment.slot] = segment.first + segment.num_rows
     sampling = [segment for segment in segments.prefill if segment.samples]
     if sampling:
         new = np.array([segment.slot for segment in sampling], np.int64)
@@ -56,7 +56,7 @@ def launch(table: SlotTable, plan: StepPlan, segments: StepSegments) -> Flight:
         lengths = np.concatenate((lengths, np.zeros(len(new), np.int64)))
     table.in_flight_min[slots] += 1
     table.in_flight_max[slots] += lengths + 1
-    computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.count) for s in segments.prefill)
+    computed = tuple((s.slot, int(table.generation[s.slot]), s.first + s.num_rows) for s in segments.prefill)
     return Flight(plan, slots, table.generation[slots], lengths, decode.slots, decode.survival, computed)
 
 

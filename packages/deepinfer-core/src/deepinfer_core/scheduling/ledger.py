@@ -1,7 +1,7 @@
 """`BlockLedger`: the blocks of running requests, from the pool and the prefix index to the rows of the slot table.
 
     admit     share the blocks of a hit, allocate the rest of the known tokens
-    grow      more blocks when a request is about to cross into them
+    grow      more blocks for a request that is about to cross into them
     seal      a block is full and computed: make it hittable
     release   everything goes back; sealed blocks stay cached until they are needed
 
@@ -76,19 +76,18 @@ class BlockLedger:
         self._table.sealed_blocks[slot] = len(shared)
 
     def grow(self, slot: int, num_blocks: int) -> None:
-        """Let `slot` have `num_blocks` blocks. Raises CapacityError, with nothing taken."""
-        self._table.add_blocks(slot, self.pool.allocate(num_blocks - int(self._table.num_blocks[slot])))
+        """Let `slot` have `num_blocks` blocks more. Raises CapacityError, with nothing taken."""
+        self._table.add_blocks(slot, self.pool.allocate(num_blocks))
 
-    def seal(self, slot: int, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of `slot` are full and computed: their content is final."""
+    def seal(self, slot: int, first: int, end: int) -> None:
+        """Blocks first .. end - 1 of `slot`, those after its sealed ones, are full and computed: they are final."""
         table = self._table
         request = table.flush(slot)
-        new = slice(int(table.sealed_blocks[slot]), num_blocks)
-        table.sealed_blocks[slot] = num_blocks
+        table.sealed_blocks[slot] = end
         if self._hasher is None:
             return
-        self._extend_keys(request, num_blocks * BLOCK_TOKENS)
-        for key, block in zip(request.keys[new], table.block_table[slot, new].tolist(), strict=True):
+        self._extend_keys(request, end * BLOCK_TOKENS)
+        for key, block in zip(request.keys[first:end], table.block_table[slot, first:end].tolist(), strict=True):
             if self.index.insert(key, block):
                 self.pool.mark_hashed(block)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +84,7 @@ class Writes(IntFlag):
     WINDOW = 2  # window rings, open compressor pairs, draft rings, token history
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """A request takes a slot. Comes with the first step that has rows of it, before those rows run."""
 
     slot: int
@@ -101,8 +100,7 @@ class Admission:
     embeddings: FloatArray | None = None  # [m, hidden] in place of the token embedding (image spans)
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """A request left its slot (finished, aborted or preempted)."""
 
     slot: int

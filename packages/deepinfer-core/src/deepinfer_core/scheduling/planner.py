@@ -77,7 +77,7 @@ class Planner:
             slots, anchor, lengths = slots[kept], anchor[kept], lengths[kept]
             survival = np.take(survival, kept, axis=1)
         decode = DecodeSegments(slots, anchor, lengths, self._proposals(slots), survival)
-        return self._constrain(decode) if table.constrained.any() else decode
+        return self._constrain(decode) if table.num_constrained else decode
 
     def _drafts(self, slots: Int64Array, anchor: Int64Array) -> tuple[Int64Array, FloatArray]:
         """How many drafts of each of `slots` [D] to verify, and what is known of all of them [drafts, D]."""
@@ -97,7 +97,7 @@ class Planner:
         table = self._life.table
         ready = table.length + table.in_flight_max < table.limit
         ready &= table.phase == _DECODE
-        if table.constrained.any():
+        if table.num_constrained:
             ready &= ~(table.constrained & (table.in_flight_max > 0))
         alone = self._life.quarantine.alone
         if alone is not None:
@@ -123,32 +123,33 @@ class Planner:
         if len(short) == 0:
             return None
         releases = len(self._life.releases)
-        columns = (short, slots[short], anchor[short], lengths[short])
-        for i, slot, position, num_drafts in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (short, slots[short], table.num_blocks[slots[short]], anchor[short], lengths[short])
+        for i, slot, have, position, num_drafts in zip(*(column.tolist() for column in columns), strict=True):
             if table.requests[slot] is not None:  # it may have been preempted for one before it
-                lengths[i] = self._grow(slot, position, num_drafts)
+                lengths[i] = self._grow(slot, have, position, num_drafts)
         if len(self._life.releases) == releases:
             return None
         return (table.phase[slots] == _DECODE).nonzero()[0]
 
-    def _grow(self, slot: int, anchor: int, num_drafts: int) -> int:
-        """Blocks for the anchor and, if there are any left, its drafts; returns how many drafts have a place.
+    def _grow(self, slot: int, have: int, anchor: int, num_drafts: int) -> int:
+        """More than the `have` blocks of `slot`: for the anchor and, if there are any left, its drafts.
+
+        Returns how many drafts have a place.
 
         Takes memory from the least urgent request, which may be this one.
         """
-        life, table, pool = self._life, self._life.table, self._life.ledger.pool
-        have = int(table.num_blocks[slot])
+        life, pool = self._life, self._life.ledger.pool
         wanted = (anchor + num_drafts) // BLOCK_TOKENS + 1
         if wanted - have > pool.num_available:
             wanted = max(have, anchor // BLOCK_TOKENS + 1)
             num_drafts = min(num_drafts, wanted * BLOCK_TOKENS - 1 - anchor)
         while wanted - have > pool.num_available:
-            victim = table.least_urgent()
+            victim = life.table.least_urgent()
             life.preempt(victim)
             if victim == slot:
                 return 0
         try:
-            life.ledger.grow(slot, wanted)
+            life.ledger.grow(slot, wanted - have)
         except Exception as error:
             life.finish(slot, FinishReason.ERROR, error=f"no cache block could be allocated: {error}")
         return num_drafts
@@ -222,7 +223,7 @@ class Planner:
             segment = self._chunk(slot, rows)
             if segment is not None:
                 segments.append(segment)
-                rows -= segment.count
+                rows -= segment.num_rows
         admissions: list[Admission] = []
         while rows and self._life.quarantine.alone is None:
             admission = self._life.admit_next()
@@ -232,7 +233,7 @@ class Planner:
             if segment is not None:
                 admissions.append(admission)
                 segments.append(segment)
-                rows -= segment.count
+                rows -= segment.num_rows
         return segments, tuple(admissions)
 
     def _chunk(self, slot: int, rows: int) -> PrefillSegment | None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -63,8 +62,7 @@ class PrefixHasher:
         return keyed.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """How much of a prompt a source holds. `has_window`: window rings come along, so nothing need be replayed."""
 
     num_tokens: int

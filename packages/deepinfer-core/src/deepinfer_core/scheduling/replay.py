@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import (
@@ -45,8 +46,7 @@ class HitOutcome(Enum):
     REPLAY_COVERS_IT = "an exact replay would compute every row"
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(NamedTuple):
     """Decision for one admission. Nothing is reused where `shared_tokens` is 0."""
 
     outcome: HitOutcome

@@ -8,6 +8,7 @@ Decode segments come first, prefill segments after them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,13 +53,12 @@ class DecodeSegments:
     # masks: (index in D, row in the segment) -> allowed tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSegment:
+class PrefillSegment(NamedTuple):
     """Rows of known tokens of one slot; `samples`: the last known token is among them, so a token is drawn."""
 
     slot: int
     first: int
-    count: int
+    num_rows: int
     samples: bool
     proposals: int = 0
     mask: UInt32Mask | None = None  # of the drawn token
@@ -83,7 +83,7 @@ def build_plan(
     if prefill:
         slots = np.concatenate((slots, np.array([s.slot for s in prefill], np.int64)))
         first = np.concatenate((first, np.array([s.first for s in prefill], np.int64)))
-        counts = np.concatenate((counts, np.array([s.count for s in prefill], np.int64)))
+        counts = np.concatenate((counts, np.array([s.num_rows for s in prefill], np.int64)))
         proposals = np.concatenate((proposals, np.array([s.proposals for s in prefill], np.int32)))
     start = np.zeros(len(slots) + 1, np.int64)
     np.cumsum(counts, out=start[1:])
@@ -154,19 +154,19 @@ class _Rows:
     def set_prefill(self, begin: int, segment: PrefillSegment, table: SlotTable) -> None:
         """Rows of known tokens, the ones below the shared prefix as replay."""
         request = table.request(segment.slot)
-        rows = slice(begin, begin + segment.count)
-        positions = slice(segment.first, segment.first + segment.count)
+        rows = slice(begin, begin + segment.num_rows)
+        positions = slice(segment.first, segment.first + segment.num_rows)
         self.token[rows] = request.tokens[positions]
         self.source[rows] = TokenSource.GIVEN
         self.kind[rows] = RowKind.PREFILL
         if request.content is not None:
             kinds = request.content[positions]  # shorter where rows lie beyond the prompt
             self.content[begin : begin + len(kinds)] = kinds
-        replayed = max(0, min(int(table.shared_tokens[segment.slot]) - segment.first, segment.count))
+        replayed = max(0, min(int(table.shared_tokens[segment.slot]) - segment.first, segment.num_rows))
         self.kind[begin : begin + replayed] = RowKind.REPLAY
         self.writes[begin : begin + replayed] = Writes.WINDOW
         self.sample[rows] = False
         if request.all_rows_wanted:  # every prompt row scores the prompt's next token
-            scored = max(0, min(request.prompt_tokens - 1 - segment.first, segment.count))
+            scored = max(0, min(request.prompt_tokens - 1 - segment.first, segment.num_rows))
             self.sample[begin : begin + scored] = True
-        self.sample[begin + segment.count - 1] |= segment.samples
+        self.sample[begin + segment.num_rows - 1] |= segment.samples

@@ -186,7 +186,7 @@ class Scheduler:
         )
         self._flights.append(launch(self._table, plan, segments))
         self._step += 1
-        self._count(plan.num_rows, sum(segment.count for segment in segments.prefill))
+        self._count(plan.num_rows, sum(segment.num_rows for segment in segments.prefill))
         return plan
 
     def _count(self, rows: int, prefill_rows: int) -> None:
@@ -204,9 +204,10 @@ class Scheduler:
         self._check_oldest(plan)
         if result.step != plan.step:
             raise EngineError(f"the result of step {result.step} came for step {plan.step}")
+        slots = result.slot.astype(np.int64)  # as an index five times as fast as 32 bits
         columns = np.ascontiguousarray(result.tokens.T)  # [W, N]: numpy is fast along the long axis
-        check_result(result, columns, self._table)
-        return self._committer.commit(self._land(plan), result, columns)
+        check_result(result, slots, columns, self._table)
+        return self._committer.commit(self._land(plan), result, slots, columns)
 
     def abandon(self, plan: StepPlan, error: str, *, is_own: bool = True) -> None:
         """The oldest plan failed on the device: compute its requests again; one that fails alone ends with `error`,

@@ -71,6 +71,7 @@ class SlotTable:
         self.stop_ids = np.full((num_slots, 0), NO_TOKEN, np.int64)
         self.watched = np.zeros(num_slots, np.bool_)  # has a watcher
         self.constrained = np.zeros(num_slots, np.bool_)  # has a constraint
+        self.num_watched = self.num_constrained = 0  # slots that have one
         # ---- memory
         self.block_table = np.full((num_slots, columns), NO_BLOCK, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
@@ -124,9 +125,14 @@ class SlotTable:
         self.survival[:, slot] = self.stale_survival[:, slot] = UNKNOWN_SURVIVAL
         self.eos[slot] = NO_TOKEN if params.ignore_eos else eos_token_id
         self.stop_from[slot] = request.prompt_tokens + params.min_tokens
-        self._set_stop_ids(slot, tuple(params.stop_token_ids or ()))
-        self.watched[slot] = request.watcher is not None
-        self.constrained[slot] = request.constraint is not None
+        if params.stop_token_ids or self.stop_ids.shape[1]:
+            self._set_stop_ids(slot, tuple(params.stop_token_ids or ()))
+        if request.watcher is not None:
+            self.watched[slot] = True
+            self.num_watched += 1
+        if request.constraint is not None:
+            self.constrained[slot] = True
+            self.num_constrained += 1
         self.tail_tokens[slot] = 0
         request.slot, request.status = slot, RequestStatus.RUNNING
         return slot
@@ -143,6 +149,8 @@ class SlotTable:
         self.generation[slot] += 1
         self.block_table[slot, : len(blocks)] = NO_BLOCK
         self.num_blocks[slot] = 0
+        self.num_watched -= int(self.watched[slot])
+        self.num_constrained -= int(self.constrained[slot])
         self.announced[slot] = self.watched[slot] = self.constrained[slot] = False
         self._free.append(slot)
         return blocks

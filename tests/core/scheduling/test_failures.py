@@ -358,3 +358,20 @@ def test_suspects_that_run_alone_get_the_memory_that_they_need(overlap: bool, fi
     assert engine.tokens == expected
     assert engine.scheduler.stats.failed_steps == 2
     engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_suspect_that_loses_its_slot_runs_alone_again(overlap: bool) -> None:
+    engine = make_engine(overlap=overlap, max_num_batched_tokens=64, faults=Faults(launches=[12, 13]))
+    expected = submit_all(engine)
+    life, taken = engine.scheduler._life, 0
+    for _ in range(500):
+        alone_now = life.quarantine.alone
+        if alone_now is not None and alone_now.slot >= 0 and taken < 3:
+            life.preempt(alone_now.slot)
+            taken += 1
+        if not engine.loop.has_work:
+            break
+        engine.step()
+    assert taken == 3
+    check(engine, expected, failed=set())

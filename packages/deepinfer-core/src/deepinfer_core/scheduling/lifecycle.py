@@ -144,12 +144,15 @@ class Lifecycle:
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def preempt(self, slot: int) -> None:
-        """Take slot and blocks away; the request waits where its arrival puts it and is computed again."""
+        """Take slot and blocks away; the request waits where its arrival puts it and is computed again. One that runs
+        alone will run alone again: while it does, nobody comes from the queue.
+        """
         request = self._leave(slot)
         request.num_preemptions += 1
         self.stats.preemptions += 1
         self._forecast.preempted()
-        self.queue.push(request)
+        if not self.quarantine.postpone(request):
+            self.queue.push(request)
 
     def strike(self, slot: int, error: str) -> None:
         """A step with this request failed: compute it again, alone if it is the second time; end it if it was alone."""

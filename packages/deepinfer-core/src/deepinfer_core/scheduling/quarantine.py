@@ -43,7 +43,7 @@ class Quarantine:
         self._suspects.sort(key=lambda suspect: suspect.urgency)
 
     def postpone(self, request: Request) -> bool:
-        """A step with `request` was lost through no fault of any request here. True: it ran alone, and will again."""
+        """`request` lost a step or its slot through no fault of any request. True: it ran alone, and will again."""
         if request is not self.alone:
             return False
         self.alone = None

@@ -49,9 +49,9 @@ class RerunCapture:
         return output, replay
 
 
-def runner_of(model: TinyModel, capture: RerunCapture | None) -> Runner:
+def runner_of(model: TinyModel, capture: RerunCapture | None, most_rows: int = 16) -> Runner:
     runner = Runner(model.config, model.params, REFERENCE, RunnerConfig(4, BLOCKS, 256, num_drafts=3))
-    runner.forward = Forward(runner.backbone, runner.drafter, runner.state, capture=capture, most_rows=16)
+    runner.forward = Forward(runner.backbone, runner.drafter, runner.state, capture=capture, most_rows=most_rows)
     return runner
 
 
@@ -96,6 +96,18 @@ def test_replayed_steps_padded_to_their_bucket_give_the_bits_of_eager_ones(tiny_
         assert torch.equal(captured.state.entries[layer][kept], entries[kept])
     # Every shape is eager once. Steps: 9 in two buckets. Draft blocks: 10 in three sizes, the prompts' included.
     assert capture.replays == (9 - 2) + (10 - 3)
+    eager.close()
+    captured.close()
+
+
+def test_a_step_of_most_rows_is_captured_where_these_fill_no_whole_tiles(tiny_a: TinyModel) -> None:
+    """As five requests with five drafts give: 30 rows, padded to 32, when a graph of fewer rows is there already."""
+    capture = RerunCapture()
+    eager, captured = runner_of(tiny_a, None), runner_of(tiny_a, capture, most_rows=11)
+    assert captured.kernels.row_multiple == 8
+    for plan in [prompts_step(tiny_a)] + [held_step([1], [0])] * 3 + [held_step([0, 1, 2], [3, 3, 2])] * 3:
+        assert_equal(captured.run(plan), eager.run(plan))
+    assert capture.replays == (3 - 1) * 2 + (7 - 2)  # steps; draft blocks of one segment and of three
     eager.close()
     captured.close()
 

@@ -239,8 +239,8 @@ class Forward:
         return torch.zeros(shape, dtype=torch.int64, device=self.state.history.device)
 
     def _logits_buffer(self, rows: int) -> Tensor:
-        """[rows, V] that all graphs share: it is read before the next one runs."""
-        if self._logits is None:
+        """[rows, V] that graphs share: it is read before the next one runs."""
+        if self._logits is None or len(self._logits) < rows:  # most_rows in whole tiles may be more
             most = max(self.most_rows, rows)
             self._logits = torch.empty(most, self.backbone.config.vocab_size, device=self.state.history.device)
         return self._logits[:rows]

@@ -1,3 +1,5 @@
+# What must be refused has the wrong type on purpose.
+# pyright: reportArgumentType=false
 """The life of a processor, its chunks, options and events; what it refuses."""
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from deepinfer_core.config.engine import resolve_settings
 from deepinfer_core.errors import RequestError
 from deepinfer_core.scheduling.calibration import Calibration
 from tests.core.harness import FIXTURES
+from tests.core.inside import inside
 
 MODEL = str(FIXTURES / "tiny-a")
 SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--model", MODEL]
@@ -205,7 +206,7 @@ def test_a_drafter_that_is_always_wrong_is_reported_once(caplog: pytest.LogCaptu
         with caplog.at_level(logging.WARNING, "deepinfer_core"):
             for _ in range(3):
                 llm.generate(["hello"] * 16, params, use_tqdm=False)
-        meter = llm._engine.scheduler.speculation.meter
+        meter = inside(llm).scheduler.speculation.meter
         warnings = [one for one in caplog.records if "hardly any draft is accepted" in one.message]
         assert len(warnings) == int(meter.has_collapsed)
         depth = len(meter.verified)

@@ -1,3 +1,5 @@
+# What must be refused has the wrong type on purpose.
+# pyright: reportArgumentType=false
 """A recorded trace as traffic: times, sessions that grow, and lines that are no request."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# What must be refused has the wrong type on purpose.
+# pyright: reportArgumentType=false
 """SamplingParams and StructuredOutput: names, defaults, normal forms, and refusal of whatever is out of range."""
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from jsonschema import validate
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.chat import ChatCodec
 from deepinfer_core.errors import ConfigError, RequestError
+from tests.core.inside import inside
 
 QUESTION = [{"role": "user", "content": "What is 3 + 4? Answer in json."}]
 PARAMS = SamplingParams(seed=1, max_tokens=200)
@@ -62,7 +63,7 @@ def test_a_closed_stream_frees_everything(tiny_llm: LLM) -> None:
     stream = tiny_llm.chat_stream(QUESTION, PARAMS)
     next(stream)
     stream.close()
-    tiny_llm._engine.scheduler.check_idle()
+    inside(tiny_llm).scheduler.check_idle()
 
 
 @pytest.mark.bad_input

@@ -12,6 +12,7 @@ import pytest
 from deepinfer_core import LLM, Chunk, Engine, SamplingParams, StructuredOutput
 from deepinfer_core.errors import EngineError, QueueFullError, RequestError
 from tests.core.harness import FIXTURES
+from tests.core.inside import inside
 
 MODEL = FIXTURES / "tiny-a"
 PROMPTS = ["hello world", "one two three", "a"]
@@ -31,10 +32,10 @@ def run(scenario: Callable[[Engine], Coroutine[Any, Any, None]], **settings: Any
         async with Engine(MODEL, **SETTINGS | settings) as engine:
             await scenario(engine)
             for _ in range(200):
-                if engine._engine.scheduler.num_unfinished == 0:
+                if inside(engine).scheduler.num_unfinished == 0:
                     break
                 await asyncio.sleep(0.01)
-        engine._engine.scheduler.check_idle()
+        inside(engine).scheduler.check_idle()
 
     asyncio.run(main())
 
@@ -115,7 +116,7 @@ def test_a_stream_closed_while_its_grammar_is_compiled_never_starts() -> None:
         assert stream._request.grammar is not None
         await asyncio.wrap_future(stream._request.grammar)
         await read(engine.add_request("a", sampled()))
-        assert engine._engine.scheduler.num_unfinished == 0
+        assert inside(engine).scheduler.num_unfinished == 0
         assert engine.statistics()["finished"] == {"length": 1}
 
     run(scenario)
@@ -219,4 +220,4 @@ def test_llm_stream_gives_the_same_pieces_and_can_be_closed() -> None:
         stream = llm.stream("hello", sampled(max_tokens=300))
         next(stream)
         stream.close()
-        llm._engine.scheduler.check_idle()
+        inside(llm).scheduler.check_idle()

@@ -17,6 +17,7 @@ from deepinfer_core.errors import CapacityError, DeepInferError, GrammarError
 from deepinfer_core.outputs import RequestOutput
 from deepinfer_core.requests import PreparedRequest
 from tests.core.engine.test_engine import MODEL, SETTINGS, read
+from tests.core.inside import inside
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 40, 150, 290)]
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
@@ -36,7 +37,7 @@ def expected(llm: LLM) -> list[list[int]]:
 
 def ask(llm: LLM) -> list[RequestOutput]:
     outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS, use_tqdm=False)
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
     return outputs
 
 
@@ -64,25 +65,25 @@ class Failing:
 def test_a_passing_failure_of_any_kernel_costs_no_token(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, part: str, method: str
 ) -> None:
-    owner = getattr(llm._engine.runner, part)
+    owner = getattr(inside(llm).runner, part)
     counting = Failing(getattr(owner, method), -1, RuntimeError(REASON))
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, counting)
         ask(llm)
     for n in range(0, counting.calls, max(1, counting.calls // 5)):
-        failed_before = llm._engine.scheduler.stats.failed_steps
+        failed_before = inside(llm).scheduler.stats.failed_steps
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, Failing(getattr(owner, method), n, RuntimeError(REASON)))
             outputs = ask(llm)
         assert tokens_of(outputs) == expected, n
         assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 4
-        assert llm._engine.scheduler.stats.failed_steps > failed_before
+        assert inside(llm).scheduler.stats.failed_steps > failed_before
 
 
 def test_a_request_that_breaks_every_step_ends_alone_with_the_reason(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = llm._engine.runner
+    runner = inside(llm).runner
     step = runner._step
 
     def poisoned(plan: Any) -> Any:
@@ -104,7 +105,7 @@ def test_a_request_that_breaks_every_step_ends_alone_with_the_reason(
 def test_a_failure_of_any_block_allocation_costs_one_request(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = llm._engine.scheduler.ledger.pool
+    pool = inside(llm).scheduler.ledger.pool
     counting = Failing(pool.allocate, -1, CapacityError(REASON))
     with monkeypatch.context() as patch:
         patch.setattr(pool, "allocate", counting)
@@ -123,12 +124,12 @@ def test_a_failure_of_any_block_allocation_costs_one_request(
 
 @pytest.mark.bad_input
 def test_a_grammar_that_cannot_be_compiled_is_raised_before_any_work(llm: LLM) -> None:
-    steps = llm._engine.scheduler.stats.steps
+    steps = inside(llm).scheduler.stats.steps
     bad = SamplingParams(max_tokens=5, structured=StructuredOutput(json={"type": "array", "uniqueItems": True}))
     with pytest.raises(GrammarError, match="uniqueItems"):
         llm.generate(prompt_token_ids=PROMPTS[:2], sampling_params=[PARAMS, bad], use_tqdm=False)
-    assert llm._engine.scheduler.stats.steps == steps
-    llm._engine.scheduler.check_idle()
+    assert inside(llm).scheduler.stats.steps == steps
+    inside(llm).scheduler.check_idle()
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def test_a_grammar_that_fails_while_others_run_ends_its_own_stream_only(expected
             error = results.pop(2)
             assert isinstance(error, GrammarError)
             assert results == expected
-        engine._engine.scheduler.check_idle()
+        inside(engine).scheduler.check_idle()
 
     asyncio.run(main())
 
@@ -161,13 +162,13 @@ def test_a_grammar_that_fails_while_others_run_ends_its_own_stream_only(expected
 def test_a_device_that_is_gone_ends_every_stream_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with Engine(MODEL, **SETTINGS) as engine:
-            monkeypatch.setattr(engine._engine.runner.backbone, "forward", lambda *_, **__: 1 / 0)
+            monkeypatch.setattr(inside(engine).runner.backbone, "forward", lambda *_, **__: 1 / 0)
             streams = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
             await asyncio.wait_for(asyncio.gather(*(read(stream) for stream in streams)), 60)
             for stream in streams:
                 assert stream.output.outputs[0].finish_reason == "error"
                 assert "division by zero" in (stream.output.outputs[0].error or "")
-        engine._engine.scheduler.check_idle()
+        inside(engine).scheduler.check_idle()
 
     asyncio.run(main())
 

@@ -63,7 +63,7 @@ class Job:
         return tokens + [own.randrange(10, num_token_ids) for _ in range(self.own)]
 
     def params(self) -> SamplingParams:
-        return SamplingParams(**STYLES[self.style] | {"seed": self.seed, "max_tokens": self.max_tokens})
+        return SamplingParams(**STYLES[self.style], seed=self.seed, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
+from torch import Tensor
 
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat, pack, unpack
 from deepinfer_core.kernels.reference.rounding import (
@@ -93,8 +95,7 @@ def test_index_scale_is_a_power_of_two() -> None:
 
 
 @pytest.mark.parametrize(("fmt", "fn"), [(WINDOW, round_window), (COMPRESSED, round_compressed), (INDEX, round_index)])
-def test_packed_records_hold_exactly_the_rounded_values(fmt: RecordFormat, fn: object) -> None:
-    assert callable(fn)
+def test_packed_records_hold_exactly_the_rounded_values(fmt: RecordFormat, fn: Callable[[Tensor], Tensor]) -> None:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(200, 512, generator=g) * torch.exp(torch.randn(200, 1, generator=g) * 5)
     x[0] = 0.0

@@ -12,6 +12,7 @@ import pytest
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.errors import EngineError
 from tests.core.harness import FIXTURES
+from tests.core.inside import inside
 
 MODEL = FIXTURES / "tiny-a"
 SETTINGS: dict[str, Any] = {
@@ -51,7 +52,7 @@ def test_calls_of_several_threads_give_what_each_gives_alone(llm: LLM) -> None:
     for thread in threads:
         thread.join(LIMIT_S)
     assert together == alone
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
 
 
 def test_an_open_stream_does_not_block_other_threads_and_may_be_closed_by_one(llm: LLM) -> None:
@@ -59,7 +60,7 @@ def test_an_open_stream_does_not_block_other_threads_and_may_be_closed_by_one(ll
     next(stream)
     in_thread(lambda: tokens(llm, 2))
     in_thread(stream.close)
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
 
 
 def test_a_stream_may_be_read_by_a_thread_for_each_piece(llm: LLM) -> None:
@@ -85,7 +86,7 @@ def test_generate_inside_a_stream_leaves_both_as_they_are_alone(llm: LLM) -> Non
         streamed += chunk.token_ids
         assert tokens(llm, 5) == expected[1]
     assert streamed == expected[0]
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
 
 
 def test_closing_ends_the_calls_of_other_threads_with_an_error() -> None:
@@ -95,7 +96,7 @@ def test_closing_ends_the_calls_of_other_threads_with_an_error() -> None:
     in_thread(llm.close)
     with pytest.raises(EngineError, match="closed"):
         list(stream)
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
 
 
 def test_after_a_fork_the_reason_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +112,8 @@ def test_an_interrupt_while_a_step_runs_leaves_the_engine_usable(llm: LLM, monke
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm._engine.runner, "wait", interrupt)
+    monkeypatch.setattr(inside(llm).runner, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tokens(llm, 6)
-    llm._engine.scheduler.check_idle()
+    inside(llm).scheduler.check_idle()
     assert tokens(llm, 6) == expected

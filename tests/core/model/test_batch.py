@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.cache_ops import KeyPlan
 from deepinfer_core.model.batch import Batch, batch_of
 from deepinfer_core.model.step_arrays import pack_step, upload
 from deepinfer_core.model.step_split import split_step
@@ -35,12 +36,12 @@ def mixed_plan(*, decoder_from: int, held: bool, image: bool) -> StepPlan:
 
 def flat(value: Any, name: str = "batch") -> dict[str, Any]:
     """Every tensor and number in a batch by its path."""
+    if isinstance(value, KeyPlan):
+        return {f"{name}.rows": value.rows, f"{name}.bias": value.bias}
     if is_dataclass(value) and type(value).__module__.endswith(("model.batch", "parallel.context")):
         return {k: v for f in fields(value) for k, v in flat(getattr(value, f.name), f"{name}.{f.name}").items()}
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in flat(item, f"{name}[{key}]").items()}
-    if is_dataclass(value) and type(value).__name__ == "KeyPlan":
-        return {f"{name}.rows": value.rows, f"{name}.bias": value.bias}
     return {name: value}
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,10 @@ class Meeting:
 
     def __post_init__(self) -> None:
         self._barrier = threading.Barrier(self.size)
-        self._brought: list[tuple[str, object]] = [("", None)] * self.size
+        self._brought: list[tuple[str, Any]] = [("", None)] * self.size
         self.labels = [[] for _ in range(self.size)]
 
-    def exchange(self, rank: int, label: str, value: object) -> list[object]:
+    def exchange(self, rank: int, label: str, value: object) -> list[Any]:
         self.labels[rank].append(label)
         self._brought[rank] = (label, value)
         try:

@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.runtime.interrupts import DeferredInterrupt
+from tests.core.inside import inside
 
 PROMPTS = ["The sea is", "Once upon a time"]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=6)
@@ -92,5 +93,5 @@ def test_an_interrupt_in_the_middle_of_a_step_costs_its_requests_alone(
         monkeypatch.setattr(owner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS)
-        llm._engine.scheduler.check_idle()
+        inside(llm).scheduler.check_idle()
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ def admission(
     return Admission(slot, generation, slot, ids, num_prompt, 0, params, params.seed or 0)
 
 
-def make_sampler(num_ids: int, requests: Sequence[SamplingParams], **settings: object) -> Sampler:
+def make_sampler(num_ids: int, requests: Sequence[SamplingParams], **settings: Any) -> Sampler:
     """A sampler with one request a slot, each with the prompt [5]."""
-    options = {"mask_from": num_ids, "eos_token_id": EOS} | settings
+    options: dict[str, Any] = {"mask_from": num_ids, "eos_token_id": EOS} | settings
     sampler = Sampler(num_ids, len(requests), "cpu", **options)
     for slot, params in enumerate(requests):
         sampler.admit(admission(slot, params))
@@ -42,7 +43,7 @@ def rows_of(
     token: Sequence[int],
     starts: Sequence[int],
     slots: Sequence[int],
-    **more: object,
+    **more: Any,
 ) -> SampleRows:
     """Sample rows from plain lists."""
     return SampleRows(

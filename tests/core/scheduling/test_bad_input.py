@@ -1,3 +1,5 @@
+# What must be refused has the wrong type on purpose.
+# pyright: reportArgumentType=false
 """Settings and requests that must be refused, with the value, the limit and the way out."""
 
 from __future__ import annotations

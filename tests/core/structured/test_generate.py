@@ -14,6 +14,7 @@ from deepinfer_core import LLM, RequestOutput, SamplingParams, StructuredOutput
 from deepinfer_core.errors import GrammarError
 from deepinfer_core.scheduling.stats import SchedulerStats
 from tests.core.harness import FIXTURES
+from tests.core.inside import inside
 from tests.core.structured.schemas import SCHEMAS
 
 _PROMPT = "Answer in JSON: "
@@ -33,7 +34,7 @@ def _engine(model: str, num_drafts: int) -> LLM:
 
 
 def _stats(llm: LLM) -> SchedulerStats:
-    return llm._engine.scheduler.stats
+    return inside(llm).scheduler.stats
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ QUICK = {
     ("memory", "mixed", 32),
 }
 
-# One request draws few tokens: where many drafts stand, the share scatters by 1.5 % over 800 steps.
+# One request draws few tokens: where many drafts stand, the share scatters by 1 % over 3,200 steps, so two runs count.
 LONG = {("cpu", "mixed", 1), ("arithmetic", "chat", 1)}
 
 
@@ -73,8 +73,10 @@ def test_the_schedule_is_within_three_percent_of_the_best_of_none_and_fixed(
     world: str, text: str, requests: int
 ) -> None:
     costs = WORLDS[world]
-    steps = 4 * STEPS if (world, text, requests) in LONG else STEPS
-    assert share_of_best(costs, [phase(costs, requests, text, steps)], noise=0.1) >= 0.97
+    steps, seeds = (4 * STEPS, (0, 1)) if (world, text, requests) in LONG else (STEPS, (0,))
+    phases = [phase(costs, requests, text, steps)]
+    shares = [share_of_best(costs, phases, noise=0.1, seed=seed) for seed in seeds]
+    assert np.mean(shares) >= 0.97
 
 
 @pytest.mark.parametrize(("text", "wrong"), [("prose", 0.4), ("chat", 2.5)])

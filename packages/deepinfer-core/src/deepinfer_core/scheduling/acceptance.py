@@ -24,6 +24,7 @@ UNKNOWN_SURVIVAL: Final = 2.0  # above every probability: nothing is known of th
 
 _MEMORY_BLOCKS = 400  # that the line remembers, but at least
 _MEMORY_STEPS = 50
+_REFIT_BLOCKS = 8  # new ones that move the line noticeably; one request brings one a step, and a fit takes a while
 _PRIOR_WEIGHT = 3.0  # blocks at each end of the line y = s, until outcomes say otherwise
 _STEEPEST = 2.0
 _COLLAPSED_BELOW = 0.1  # of first drafts; a drafter that fits its target gets most of them right
@@ -38,7 +39,7 @@ class AcceptanceMeter:
         self.accepted = np.zeros(num_drafts, np.int64)
         self._position = np.arange(num_drafts, dtype=np.int64)[:, None]
         self._sums = np.zeros((5, num_drafts))  # decayed, over verified drafts: 1, s, y, s s, s y
-        self._is_fitted = False
+        self._unfitted_blocks = _REFIT_BLOCKS  # that the line does not know yet; there is none at first
 
     def observe(self, survival: FloatArray, num_verified: Int64Array, num_accepted: Int64Array) -> None:
         """Count the blocks of a step: planned survivals [D, R], drafts verified and accepted [R]."""
@@ -52,7 +53,7 @@ class AcceptanceMeter:
         num_blocks = np.count_nonzero(num_verified)
         self._sums *= max(1.0 - 1.0 / _MEMORY_STEPS, 1.0 - num_blocks / _MEMORY_BLOCKS)
         self._sums += np.array((known, s, y, s * s, s * y)).sum(axis=2)
-        self._is_fitted = False
+        self._unfitted_blocks += num_blocks
 
     def _fit(self) -> None:
         w = _PRIOR_WEIGHT
@@ -62,11 +63,11 @@ class AcceptanceMeter:
         self._slope: FloatArray = slope[:, None].astype(np.float32)
         self._intercept: FloatArray = (mean - slope * s / count)[:, None].astype(np.float32)
         self._mean: FloatArray = mean[:, None].astype(np.float32)
-        self._is_fitted = True
+        self._unfitted_blocks = 0
 
     def expected(self, survival: FloatArray) -> FloatArray:
         """Survivals [D, R] that outcomes bear out, falling in d; where nothing is known, the mean."""
-        if not self._is_fitted:
+        if self._unfitted_blocks >= _REFIT_BLOCKS:
             self._fit()
         line = (self._intercept + self._slope * survival).astype(np.float32, copy=False)
         np.copyto(line, self._mean, where=survival > 1.0)

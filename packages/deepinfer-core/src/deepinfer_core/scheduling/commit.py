@@ -143,6 +143,9 @@ class Committer:
         table = self._table
         if table.num_drafts == 0:
             return
+        if result.draft_tokens.shape[1] == 0 and not result.num_verified.any():
+            self._learn_nothing(slots)
+            return
         verified = result.num_verified[entries].astype(np.int64)
         accepted = result.num_tokens[entries].astype(np.int64) - 1
         self._observe(slots, verified, accepted, flight)
@@ -162,6 +165,18 @@ class Committer:
             return
         for n in np.flatnonzero(table.constrained[slots]).tolist():
             table.request(int(slots[n])).drafts = drafts[: proposed[n], n].tolist()
+
+    def _learn_nothing(self, slots: Int64Array) -> None:
+        """A step without drafts, before it and after it, as all are while drafting does not pay: the same, in short."""
+        table = self._table
+        table.held_drafts[slots[table.in_flight_max[slots] == 0]] = 0
+        if self._speculation.needs_stale:
+            table.stale_survival[:, slots] = np.take(table.survival, slots, axis=1)
+            self._speculation.learn(table.survival[:, :0])
+        table.survival[:, slots] = UNKNOWN_SURVIVAL
+        if table.constrained.any():
+            for slot in slots[table.constrained[slots]].tolist():
+                table.request(slot).drafts = []
 
     def _observe(self, slots: Int64Array, verified: Int64Array, accepted: Int64Array, flight: Flight) -> None:
         num_decoding = len(flight.decode_slots)

@@ -107,7 +107,7 @@ class SpeculationConfig:
     """DSpark: how many drafts, how many of them are verified, and how."""
 
     num_drafts: Annotated[int, "drafted tokens a step, 0 = no speculation"] = 5
-    draft_schedule: Annotated[DraftSchedule, "verify all drafts (fixed), or those that pay (scheduled)"] = "scheduled"
+    draft_schedule: Annotated[DraftSchedule, "fixed = verify all drafts, scheduled = those that pay"] = "scheduled"
     verification: Annotated[Verification, "ratio accepts a little more, but does not repeat under load"] = "coupled"
     confidence_temperatures: Annotated[tuple[float, ...], "calibrates confidences: one, or one a draft"] = (1.0,)
     max_backtracking_tokens: Annotated[int | None, "how far a step may fall back; None = num_drafts + 1"] = None

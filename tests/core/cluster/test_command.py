@@ -44,7 +44,7 @@ def test_json_has_both_readings_the_points_and_marked_inputs(
         assert reading["sweep"][0]["run"]["output_tokens_per_s"] < run["output_tokens_per_s"]
         speeds = [point["user_tokens_per_s"] for point in reading["decode_curve"]]
         assert speeds == sorted(speeds, reverse=True)
-        assert {figure["mark"] for figure in reading["calibration"].values()} == {"published"}
+        assert {figure["mark"] for figure in reading["calibration"].values()} == {"fitted"}
     assert {"H200", "B200", "GB200", "Ascend950DT"} <= set(report["hardware"])
     assert report["inputs"]["cluster.seconds"] == {"value": 8, "mark": "assumed", "source": "FILE"}
     assert report["inputs"]["prefill.devices"]["mark"] == "published"

@@ -84,12 +84,37 @@ def test_another_model_is_refused_by_name(tiny_llm: LLM, answer: RequestOutput, 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"format": 2}', '{"format": 1}', "[" * 100_000, '{"format": 1, "settings": 3}'],
+    ["", "[]", "{}", '{"format": 1}', "[" * 100_000, '{"format": 1, "settings": 3}'],
 )
 def test_a_damaged_file_is_a_clean_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(ReplayError):
         read_replay(tmp_path / "bad.json")
+
+
+@pytest.mark.bad_input
+def test_a_file_of_another_format_names_the_version_that_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "new.json").write_text('{"format": 2, "engine_version": "9.1.0"}')
+    with pytest.raises(ReplayError, match=r"format 2, written by version '9\.1\.0' .* reads format 1"):
+        read_replay(tmp_path / "new.json")
+
+
+def test_the_command_names_the_first_difference_and_an_older_version(
+    answer: RequestOutput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads(replay_bytes(answer)) | {"engine_version": "0.0.1"}
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(raw))
+    words = ["replay", str(file), "--draft-schedule", "fixed", "--max-num-batched-tokens", "256"]
+    assert main(words) == 0
+    assert "the same: " in capsys.readouterr().out
+    raw["answers"][0]["token_ids"][0] = 77
+    file.write_text(json.dumps(raw))
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "version 0.0.1" in shown
+    assert "answer 0 differs at its token 0" in shown
+    assert "recorded 77 " in shown
 
 
 @pytest.mark.bad_input

@@ -65,7 +65,7 @@ def test_a_bad_request_is_refused(llm: LLM, arguments: dict[str, Any], message: 
 def test_the_prompt_at_fault_is_named(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
         llm.generate(["fine", "fine", ""])
-    assert caught.value.__notes__ == ["in prompt 2 of 3"]
+    assert caught.value.__notes__ == ["in prompts[2], counted from 0, of 3"]
 
 
 def test_a_constraint_is_never_ignored(llm: LLM) -> None:
@@ -75,7 +75,7 @@ def test_a_constraint_is_never_ignored(llm: LLM) -> None:
         llm.generate(
             ["a", "b"], SamplingParams(structured=StructuredOutput(json={"type": "array", "uniqueItems": True}))
         )
-    assert caught.value.__notes__ == ["in prompt 0 of 2"]
+    assert caught.value.__notes__ == ["in prompts[0], counted from 0, of 2"]
     assert llm.statistics()["steps"] == steps
 
 

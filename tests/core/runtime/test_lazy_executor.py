@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from deepinfer_core.errors import EngineError
+from deepinfer_core.runtime import lazy_executor
 from deepinfer_core.runtime.lazy_executor import LazyExecutor
 
 
@@ -50,6 +58,53 @@ def test_an_interrupted_call_is_heard_at_once_and_never_made_again() -> None:
     with pytest.raises(EngineError, match="interrupted"):
         future.result()
     assert calls == [1]
+
+
+def test_an_interrupt_at_any_line_loses_no_call_and_makes_none_twice() -> None:
+    """As a second Ctrl-C, which is heard at once wherever the executor is."""
+    for line in itertools.count():
+        made: list[int] = []
+        executor = LazyExecutor()
+        first, second = (executor.submit(made.append, number) for number in (1, 2))
+        with interrupted_at(line) as has_come, suppress(KeyboardInterrupt):
+            second.result()
+        interrupted = [answer(first), answer(second)].count("interrupted")
+        assert interrupted <= 1
+        assert made == [number for number in (1, 2) if number in made]
+        assert len(made) + interrupted >= 2
+        assert executor.submit(int, "7").result() == 7
+        if not has_come():
+            assert line > 8  # each of two calls has some lines
+            return
+
+
+def answer(future: Future[None]) -> str:
+    if not future.done():
+        future.result()
+    error = future.exception()
+    return "made" if error is None else "interrupted" if "interrupted" in str(error) else str(error)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Generator[Callable[[], bool]]:
+    """KeyboardInterrupt at one of the lines that the executor runs inside the block."""
+    left, before = line, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != lazy_executor.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lambda: left < 0
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize(("cancel", "made"), [(False, [1, 2]), (True, [])])

@@ -193,13 +193,13 @@ class LLM:
             try:
                 requests.append(self._factory.prepare(prompt, one, parse_special=parse_special))
             except RequestError as error:
-                error.add_note(f"in prompt {index} of {len(prompts)}")
+                error.add_note(f"in prompts[{index}], counted from 0, of {len(prompts)}")
                 raise
         for index, request in enumerate(requests):
             try:
                 request.constraint()
             except RequestError as error:
-                error.add_note(f"in prompt {index} of {len(prompts)}")
+                error.add_note(f"in prompts[{index}], counted from 0, of {len(prompts)}")
                 raise
         with self._lock, DeferredInterrupt():  # the numbers of one call follow each other
             for request in requests:

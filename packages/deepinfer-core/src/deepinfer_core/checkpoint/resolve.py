@@ -46,14 +46,14 @@ def resolve_model(
     if model is None:
         folder = read_text(_MODEL_VARIABLE)
         if folder is not None:
-            return _existing_folder(_local(folder), f"{_MODEL_VARIABLE} is {shown(folder)}")
+            return _existing_folder(_local(folder), _MODEL_VARIABLE)
         model = BUNDLED_MODEL if accelerator == "cpu" else RELEASED_MODEL
     if model == BUNDLED_MODEL:
-        return _existing_folder(_BUNDLED_FOLDER, "this installation lacks the bundled model 'tiny'")
+        return _existing_folder(_BUNDLED_FOLDER, "this installation lacks the bundled model 'tiny':")
     path = _local(model)
     if isinstance(model, str) and _HUB_NAME.fullmatch(model) and not _answers(path.exists):
         return _existing_folder(_download(model, revision, weights, progress), f"the hub's {model}")
-    return _existing_folder(path, f"the model is {shown(str(model))}")
+    return _existing_folder(path, "the model")
 
 
 def _existing_folder(folder: Path, what: str) -> Path:
@@ -61,7 +61,7 @@ def _existing_folder(folder: Path, what: str) -> Path:
         return folder
     why = "has no config.json" if _answers(folder.is_dir) else "is no folder"
     raise ModelNotFoundError(
-        f"{what}, but {shown(str(folder))} {why}; name a checkpoint folder as model or in {_MODEL_VARIABLE}, "
+        f"{what} {shown(str(folder))} {why}; name a checkpoint folder as model or in {_MODEL_VARIABLE}, "
         f"or a model of the hub such as {RELEASED_MODEL}"
     )
 

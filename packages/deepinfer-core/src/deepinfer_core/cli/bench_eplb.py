@@ -120,7 +120,7 @@ def _show(results: dict[str, Any]) -> None:
         ("experts moved", str(sum(moves for _, moves, _ in results["rearrangements"]))),
     ]
     title = f"experts on {results['devices']} devices, {results['extra_slots']} extra slots"
-    console().print(table_of(title, ("", ""), rows))
+    console().print(table_of(title, ("figure", "value"), rows))
 
 
 def plot_balance(results: dict[str, Any], path: Path) -> None:

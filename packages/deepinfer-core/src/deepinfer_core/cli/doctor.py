@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         rows = [(one.what, one.state, one.detail, one.advice) for one in findings]
-        console().print(table_of("", ("", "state", "found", "what to do"), rows))
+        console().print(table_of("", ("checked", "state", "found", "what to do"), rows))
     return 1 if any(finding.state == "broken" for finding in findings) else 0
 
 

@@ -66,7 +66,7 @@ def _run_table(readings: Mapping[str, Any]) -> Table:
     for i, traffic in enumerate(runs[0]["classes"]):
         rows.append((f"first token, {traffic['kind']}", *(_times(run["classes"][i]["first_token_s"]) for run in runs)))
     title = "The cluster, under each reading of the published acceptance"
-    return table_of(title, ("", *(_READING[name] for name in readings)), rows)
+    return table_of(title, ("figure", *(_READING[name] for name in readings)), rows)
 
 
 def _points_table(readings: Mapping[str, Any]) -> Table:

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"the same: {sum(map(len, record.answers))} tokens of {len(record.answers)} answer(s)")
             return 0
         position = len(record.prompt_token_ids) + difference.index
+        _say_version(record.provenance.engine_version, llm.provenance.engine_version)
         print(
             f"answer {difference.answer} differs at its token {difference.index} (position {position}): recorded "
             f"{_shown(llm, difference.recorded)}, now {_shown(llm, difference.replayed)}"
@@ -76,6 +77,11 @@ def replay(llm: LLM, record: ReplayRecord) -> Difference | None:
         raise ReplayError(f"the file has {len(record.answers)} answers for n = {params.n}")
     output = llm.generate(prompt_token_ids=record.prompt_token_ids, sampling_params=params, use_tqdm=False)[0]
     return first_difference(record, output)
+
+
+def _say_version(recorded: str, mine: str) -> None:
+    if recorded != mine:
+        print(f"the file was written by version {recorded} of the engine, this is {mine}; tokens may differ")
 
 
 def _shown(llm: LLM, token: int | None) -> str:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 __all__ = ["Figure", "Mark"]
 
-type Mark = Literal["measured", "published", "assumed"]
+type Mark = Literal["measured", "published", "fitted", "assumed"]  # fitted: to published points
 
 
 class Figure(NamedTuple):

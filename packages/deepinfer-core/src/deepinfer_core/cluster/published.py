@@ -41,7 +41,7 @@ _PREFILL_S = 0.73
 _DSPARK_CONTEXT = 60_000  # assumed: nothing was published
 _BISECTIONS, _ROUNDS = 60, 8
 
-_FITTED = "fitted to decode-8 and prefill-64k; see docs/cluster.md"
+_FITTED = "to decode-8 and prefill-64k; see docs/cluster.md"
 
 
 class PointCheck(NamedTuple):
@@ -88,8 +88,8 @@ def fitted_figures(reading: Reading) -> dict[str, Figure]:
     """The calibration with its marks."""
     fit = calibrate(reading)
     return {
-        "layer_latency_s": Figure(fit.layer_latency_s, "published", _FITTED),
-        "efficiency": Figure(fit.efficiency, "published", _FITTED),
+        "layer_latency_s": Figure(fit.layer_latency_s, "fitted", _FITTED),
+        "efficiency": Figure(fit.efficiency, "fitted", _FITTED),
     }
 
 

@@ -105,8 +105,14 @@ def read_replay(path: str | Path) -> ReplayRecord:
         raise ReplayError(f"{file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ReplayError(f"{file} is not JSON: {error}") from error
-    if not isinstance(raw, dict) or cast("dict[str, Any]", raw).get("format") != _FORMAT:
-        raise ReplayError(f"{file} is not a replay file of format {_FORMAT}")
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise ReplayError(f"{file} is not a replay file: it has no format")
+    if raw["format"] != _FORMAT:
+        writer = shown(cast("dict[str, Any]", raw).get("engine_version", "unknown"))
+        raise ReplayError(
+            f"{file} has the format {shown(raw['format'])}, written by version {writer} of the engine; this version "
+            f"reads format {_FORMAT}: replay it with the one that wrote it"
+        )
     try:
         return _record(cast("dict[str, Any]", raw))
     except ReplayError:

@@ -41,7 +41,11 @@ class LazyExecutor(Executor):
                 self._run_next()
 
     def _run_next(self) -> None:
-        self._queued.popleft().run()
+        """Make the oldest call. It is queued until it is made, so an interrupt before or after it loses nothing."""
+        oldest = self._queued[0]
+        if not oldest.done():
+            oldest.run()
+        self._queued.popleft()
 
 
 class _LazyFuture[Result](Future[Result]):
@@ -61,5 +65,6 @@ class _LazyFuture[Result](Future[Result]):
         except Exception as error:
             self.set_exception(error)
         except BaseException:
-            self.set_exception(EngineError("the step was interrupted"))
+            if not self.done():  # else the interrupt came behind the call
+                self.set_exception(EngineError("the step was interrupted"))
             raise

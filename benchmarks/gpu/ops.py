@@ -57,14 +57,17 @@ class Timing:
 
 
 def ceilings() -> dict[str, float]:
-    """Copy bandwidth in TB/s (read + written) and bf16 8192^3 rate in TFLOP/s."""
+    """Copy bandwidth in TB/s (read + written), rates of 8192^3 in bf16 and in e4m3 in TFLOP/s, both of cuBLAS."""
     source = randn(1 << 30)
     target = torch.empty_like(source)
     copy_s = graph_time([lambda: torch.neg(source, out=target)])  # a kernel: copy_ becomes a slower memcpy node
     a, b = randn(8192, 8192), randn(8192, 8192)
+    codes, one = (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()), torch.ones((), device="cuda")
+    scaled_mm = partial(torch.ops.aten._scaled_mm.default, *codes, one, one, None, None, torch.bfloat16)
     return {
         "copy_TB_s": 4 * (1 << 30) / copy_s / 1e12,
         "bf16_TFLOP_s": 2 * 8192**3 / graph_time([lambda: a @ b]) / 1e12,
+        "e4m3_TFLOP_s": 2 * 8192**3 / graph_time([scaled_mm]) / 1e12,
     }
 
 

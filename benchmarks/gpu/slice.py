@@ -3,7 +3,7 @@
     benchmarks/gpu/on_device.sh python3 benchmarks/gpu/slice.py --out $OUT/slice.json [--only decode,profile,prefill]
 
 The figures of `deepinfer bench --slice` (communication left out, random weights), and by the profiler the time of every
-kernel of one step: sums by name over two replays, and the share of the step in which the device did nothing.
+kernel of one step: sums by name over two replays. Kernels of two branches run at once, so the sum may exceed the step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.ops import ceilings
 from deepinfer_core.cli.bench_slice import decode_results, prefill_results
 from deepinfer_core.config.sampling import SamplingParams
-from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.kernels.contract import Kernels, TakesPacked
 from deepinfer_core.kernels.registry import build_kernels, choose_provider
+from deepinfer_core.model.params import Arrange
 from deepinfer_core.runtime.rank_slice import RankSlice, SliceSize, release_config
 
 KINDS = {"greedy": SamplingParams(temperature=0), "temperature 1": SamplingParams(temperature=1.0)}
@@ -55,12 +57,19 @@ def breakdown(label: str, step: Callable[[], Any], steps: int = 2) -> dict[str, 
     return {"wall_us": wall_us, "busy_us": busy_us, "kernels": {name: list(value) for name, value in rows[:80]}}
 
 
-def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], requests: list[int], float8: bool) -> None:
+def decode_parts(
+    kernels: Kernels,
+    report: dict[str, Any],
+    wanted: set[str],
+    requests: list[int],
+    float8: bool,
+    arrange: Arrange | None,
+) -> None:
     """Everything on one model with room for the largest number of requests."""
     rows = max(requests) * (1 + DRAFTS)
     size = SliceSize(64, max(requests), CONTEXT, DRAFTS, rows, float8_products=float8)
     start = time.perf_counter()
-    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, arrange)
     torch.cuda.synchronize()
     report["build_s"] = time.perf_counter() - start
     print(f"built in {report['build_s']:.1f} s", flush=True)
@@ -76,10 +85,10 @@ def decode_parts(kernels: Kernels, report: dict[str, Any], wanted: set[str], req
     part.close()
 
 
-def prefill_parts(kernels: Kernels, report: dict[str, Any], float8: bool) -> None:
+def prefill_parts(kernels: Kernels, report: dict[str, Any], float8: bool, arrange: Arrange | None) -> None:
     """One rank of 8: 48 experts a layer. In bfloat16 six sets of weights serve all layers, since 43 would not fit."""
-    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, None if float8 else 6, float8)
-    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16)
+    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, None if float8 or arrange else 6, float8)
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, arrange)
     report["prefill, ep=8"] = prefill_results(part, [4096, 65_536])
     print(json.dumps(report["prefill, ep=8"]), flush=True)
     label = "prefill of 4,096 tokens"
@@ -94,20 +103,24 @@ def main() -> int:
     parser.add_argument("--only", default="decode,profile,prefill", help="parts, separated by commas")
     parser.add_argument("--requests", default="256,64,8", help="numbers of requests, the largest first")
     parser.add_argument("--float8", action="store_true", help="with the engine's float8_products")
+    parser.add_argument("--packed", action="store_true", help="with weight_form=packed")
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
     requests = [int(number) for number in arguments.requests.split(",")]
-    kernels, _ = build_kernels(choose_provider("nvidia"), release_config(), torch.bfloat16)
+    choice = choose_provider("nvidia")
+    kernels, _ = build_kernels(choice, release_config(), torch.bfloat16)
+    arrange = choice.provider.arranged if arguments.packed and isinstance(choice.provider, TakesPacked) else None
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "communication": "left out", "float8_products": arguments.float8,
+        "communication": "left out", "float8_products": arguments.float8, "ceilings": ceilings(),
+        "weight_form": "packed" if arrange else "bfloat16",
     }  # fmt: skip
     failed = 0
     parts: list[Callable[[], None]] = []
     if wanted & {"decode", "profile"}:
-        parts.append(lambda: decode_parts(kernels, report, wanted, requests, arguments.float8))
+        parts.append(lambda: decode_parts(kernels, report, wanted, requests, arguments.float8, arrange))
     if "prefill" in wanted:
-        parts.append(lambda: prefill_parts(kernels, report, arguments.float8))
+        parts.append(lambda: prefill_parts(kernels, report, arguments.float8, arrange))
     for run in parts:
         try:
             run()

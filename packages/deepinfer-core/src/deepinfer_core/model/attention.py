@@ -4,6 +4,8 @@
 x -> wq_a -> q_norm -> wq_b -> q (rope)              window keys: wkv -> kv_norm -> rope -> e4m3
   -> compressor (KV sources) -> entries, index keys  selection: published by the index source at or below the layer
 o = attend(q, window + selected entries, sink) -> inverse rope -> wo_a by group -> wo_b
+
+Window keys are written beside the query, the query is made beside a selection, rings are filled beside the output.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from deepinfer_core.cache.state import ModelState
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.batch import Batch, RowSet
+from deepinfer_core.model.beside import beside
 from deepinfer_core.model.params import AttentionParams
 
 __all__ = ["Selections", "attention", "project_output", "write_global_entries"]
@@ -92,23 +95,37 @@ def attention(
     heads, eps = config.num_attention_heads, config.rms_norm_eps
     owner = config.kv_owner(layer)
     rope = rows.rope if owner is None else rows.long_rope
+    window = state.window[layer]
     parts = kernels.linear(x, params.input_proj).split(params.input_widths, 1)
+
+    def write_keys() -> None:
+        key = kernels.rms_norm(parts[1], params.kv_norm, eps)
+        kernels.write_window(window, rows.scratch, kernels.apply_rope(key, rope, in_place=True))
+
+    def make_query() -> Tensor:
+        query = kernels.linear(query_latent, params.query_proj).unflatten(1, (heads, -1))
+        return kernels.apply_rope(query, rope, in_place=True)
+
+    keys_written = beside(write_keys, x.device)
     query_latent = kernels.rms_norm(parts[0], params.q_norm, eps)
-    q = kernels.linear(query_latent, params.query_proj).unflatten(1, (heads, -1))
-    key = kernels.rms_norm(parts[1], params.kv_norm, eps)
-    q = kernels.apply_rope(q, rope, in_place=True)
-    kernels.write_window(state.window[layer], rows.scratch, kernels.apply_rope(key, rope, in_place=True))
-    if rows.window_share is not None:
-        rows.window_share.run((state.window[layer],), f"window keys of layer {layer}")
     entry_cache = entry_plan = None
+    if owner is not None and params.index_query_proj is not None:
+        query = beside(make_query, x.device)
+        _publish(query_latent, parts[2], layer, params, rows, state, selections, config, kernels)
+        q = query.join()
+    else:
+        q = make_query()
     if owner is not None:
-        if params.index_query_proj is not None:
-            _publish(query_latent, parts[2], layer, params, rows, state, selections, config, kernels)
         selector = config.index_owner(layer)
         entry_cache, entry_plan = state.entries[owner], selections.entry_plan[-1 if selector is None else selector]
-    out = kernels.attend(q, state.window[layer], rows.window_plan, entry_cache, entry_plan, params.sink)
-    kernels.copy_rows(state.window[layer], rows.commit.destination, rows.commit.source)
-    return project_output(out, rope, params, kernels)
+    keys_written.join()
+    if rows.window_share is not None:
+        rows.window_share.run((window,), f"window keys of layer {layer}")
+    out = kernels.attend(q, window, rows.window_plan, entry_cache, entry_plan, params.sink)
+    rings_filled = beside(lambda: kernels.copy_rows(window, rows.commit.destination, rows.commit.source), x.device)
+    projected = project_output(out, rope, params, kernels)
+    rings_filled.join()
+    return projected
 
 
 def project_output(out: Tensor, rope: Tensor, params: AttentionParams, kernels: Kernels) -> Tensor:

@@ -59,7 +59,10 @@ class GivenEmbeddings:
 class ForwardOutput:
     """Of one step."""
 
-    logits: Tensor | None  # [N, V] float32 of the sample rows; None if no row went through the decoder half
+    normalized: (
+        Tensor | None
+    )  # [N, D] of the sample rows, what `head` takes; None if none went through the decoder half
+    logits: Tensor | None  # [N, V] float32 of them, where they are asked for
     features: Tensor | None  # [P', T * D] of the decoder rows, for the drafter
     rows_per_layer: tuple[int, ...]  # real rows that each layer's attention and MoE computed
 
@@ -86,6 +89,8 @@ class Backbone:
         state: ModelState,
         trace: LayerTrace | None = None,
         given: GivenEmbeddings | None = None,
+        *,
+        with_logits: bool = True,
     ) -> ForwardOutput:
         """Run one step's rows. Writes the caches of `state`. `given` replaces the token embedding of some rows."""
         config, kernels = self.config, self.kernels
@@ -118,7 +123,7 @@ class Backbone:
             residual = self._layer(residual, index, layer, rows, batch, state, selections, trace)
             counts.append(rows.num_rows)
         self._commit_history(batch, state)
-        return self._output(residual, batch, features, tuple(counts))
+        return self._output(residual, batch, features, tuple(counts), with_logits)
 
     def _layer(
         self,
@@ -198,16 +203,17 @@ class Backbone:
         state.history.index_copy_(0, commit.destination, state.history.index_select(0, commit.source))
 
     def _output(
-        self, residual: Residual, batch: Batch, features: list[Tensor], counts: tuple[int, ...]
+        self, residual: Residual, batch: Batch, features: list[Tensor], counts: tuple[int, ...], with_logits: bool
     ) -> ForwardOutput:
         if batch.decoder is None:
-            return ForwardOutput(None, None, counts)
-        logits = None
+            return ForwardOutput(None, None, None, counts)
+        normalized = logits = None
         if len(batch.sample_rows.take):
-            normalized = residual.input(self.params.norm, self.config.rms_norm_eps, self.kernels)
-            logits = self.head(batch.sample_rows.of(normalized, "sampled rows"))
+            x = residual.input(self.params.norm, self.config.rms_norm_eps, self.kernels)
+            normalized = batch.sample_rows.of(x, "sampled rows")
+            logits = self.head(normalized) if with_logits else None
         joined = torch.cat(features, -1) if features else None
-        return ForwardOutput(logits, joined, counts)
+        return ForwardOutput(normalized, logits, joined, counts)
 
     def head(self, normalized: Tensor) -> Tensor:
         """normalized [N, D] -> float32 logits [N, V]."""

@@ -25,14 +25,22 @@ from deepinfer_core.model.params import AttentionParams, DraftParams
 from deepinfer_core.model.residual import Residual, run_sublayers
 from deepinfer_core.parallel.experts import RowOrigin
 
-__all__ = ["DraftBlock", "DraftOutput", "DraftTrace", "Drafter", "DrawToken"]
+__all__ = ["DraftBlock", "DraftOutput", "DraftStates", "DraftTrace", "Drafter", "DrawToken"]
 
 type DrawToken = Callable[[int, Tensor], Tensor]  # number k of the proposal, logits [S, V] -> tokens [S]
 
 
 @dataclass(frozen=True, eq=False)
+class DraftStates:
+    """What the stages make of S blocks."""
+
+    hidden: Tensor  # [S, n, D]
+    normalized: Tensor  # [S, m, D] of the first m positions, what the head takes
+
+
+@dataclass(frozen=True, eq=False)
 class DraftBlock:
-    """What the stages make of S blocks: everything that does not depend on what is drawn."""
+    """S blocks with everything that does not depend on what is drawn."""
 
     hidden: Tensor  # [S, n, D]
     base_logits: Tensor  # [S, m, V] float32 of the first m positions, without Markov bias
@@ -115,6 +123,27 @@ class Drafter:
         trace: DraftTrace | None = None,
     ) -> DraftBlock:
         """The part of `propose` before the first draw; arguments as there."""
+        block = self.with_logits(self.run_stages(anchor, anchor_position, slot, visible_from, state, num_steps, trace))
+        if trace is not None:
+            trace.base_logits = block.base_logits
+        return block
+
+    def with_logits(self, states: DraftStates) -> DraftBlock:
+        """Run the head."""
+        logits = self.backbone.head(states.normalized.flatten(0, 1))
+        return DraftBlock(states.hidden, logits.view(*states.normalized.shape[:2], -1))
+
+    def run_stages(
+        self,
+        anchor: Tensor,
+        anchor_position: Tensor,
+        slot: Tensor,
+        visible_from: Tensor,
+        state: ModelState,
+        num_steps: int | None = None,
+        trace: DraftTrace | None = None,
+    ) -> DraftStates:
+        """The part of `make_block` before the head; arguments as there."""
         config, kernels, backbone, n = self.config, self.kernels, self.backbone, self.block
         segments = anchor.shape[0]
         tokens = torch.full((segments, n), config.dspark_noise_token_id, dtype=torch.int64, device=anchor.device)
@@ -145,11 +174,9 @@ class Drafter:
         normalized = kernels.rms_norm(hidden, self.params.norm, config.rms_norm_eps)
         hidden = hidden[: segments * n].view(segments, n, -1)
         wanted = n if num_steps is None else num_steps
-        drawn_from = normalized[: segments * n].view(segments, n, -1)[:, :wanted]
-        base = backbone.head(drawn_from.flatten(0, 1)).view(segments, wanted, -1)
         if trace is not None:
-            trace.hidden, trace.normalized, trace.base_logits = hidden, normalized[: segments * n], base
-        return DraftBlock(hidden, base)
+            trace.hidden, trace.normalized = hidden, normalized[: segments * n]
+        return DraftStates(hidden, normalized[: segments * n].view(segments, n, -1)[:, :wanted])
 
     def draw_block(self, block: DraftBlock, anchor: Tensor, draw: DrawToken) -> DraftOutput:
         """Draw from left to right, each proposal with the Markov bias of the one before it."""

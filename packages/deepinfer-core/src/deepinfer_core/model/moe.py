@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.model.beside import beside
 from deepinfer_core.model.params import MoeParams
 from deepinfer_core.parallel.experts import ExpertExchange, RowOrigin
 
@@ -33,10 +34,12 @@ def moe(
     bias = params.bias
     if is_image is not None:
         bias = is_image[:num_rows, None] * params.bias_vl + ~is_image[:num_rows, None] * params.bias
+    shared = beside(
+        lambda: kernels.shared_expert(x, params.shared_w13, params.shared_w2, config.swiglu_limit), x.device
+    )
     ids, weights = kernels.route(real, params.gate, bias, params.num_chosen, config.routed_scaling_factor)
     pairs = _expert_outputs(real, ids, weights, params, exchange, layer, origin, config, kernels)
-    shared = kernels.shared_expert(x, params.shared_w13, params.shared_w2, config.swiglu_limit)
-    y = kernels.combine_experts(pairs, shared[:num_rows])
+    y = kernels.combine_experts(pairs, shared.join()[:num_rows])
     return y if num_rows == x.shape[0] else F.pad(y, (0, 0, 0, x.shape[0] - num_rows))
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
+from deepinfer_core.model.beside import beside
 from deepinfer_core.model.params import LayerParams
 
 __all__ = ["Residual", "run_sublayers"]
@@ -59,7 +61,8 @@ def run_sublayers(
     eps, streams, pre = config.rms_norm_eps, residual.streams, residual.pre
     x = residual.input(layer.attn_norm, eps, kernels)
     for hyper, sublayer, norm in ((layer.hc_attn, attend, layer.ffn_norm), (layer.hc_ffn, experts, following)):
-        pre, post, mix = kernels.mhc_mix(
+        make_mix = partial(
+            kernels.mhc_mix,
             streams,
             hyper.fn,
             hyper.base,
@@ -68,7 +71,9 @@ def run_sublayers(
             norm_eps=eps,
             eps=config.hc_eps,
         )
+        mixes = beside(make_mix, streams.device)
         y = sublayer(x)
+        pre, post, mix = mixes.join()
         if norm is None:
             return Residual(kernels.mhc_expand(streams, y, post, mix), pre)
         streams, x = kernels.mhc_next(streams, y, post, mix, pre, norm, eps)

@@ -1,12 +1,14 @@
 """The device's work of a step up to its logits, run eagerly or replayed from a captured graph.
 
-    plan ─► columns ─► one copy ─► batch ─► layers ─► head ─► logits [N, V]
-                                   └─► draft context         position, token [N] of the sample rows
-    anchors ─► draft stages ─► hidden, base logits of the blocks
+    plan ─► columns ─► one copy ─► batch ─► layers ─┊─► head ─► logits [N, V]
+                                   └─► draft context┊           position, token [N] of the sample rows
+    anchors ─► draft stages ────────────────────────┊─► head ─► hidden, base logits of the blocks
+                                           captured ┊
 
 On an accelerator both pieces are captured the second time that a shape comes by, in *buckets*: a step with fewer rows,
 segments or table columns than its bucket is padded with rows that see nothing and write to trash rows. Prefill steps
-are not captured. A padded, replayed step gives the bits of an eager one wherever the kernels are row-invariant.
+are not captured. A padded, replayed step gives the bits of an eager one wherever the kernels are row-invariant. The
+head is not captured: graphs share their memory, and logits that outlive the next one would have to be copied out of it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from torch import Tensor
 from deepinfer_core.cache.state import ModelState
 from deepinfer_core.errors import EngineError
 from deepinfer_core.kernels.contract import Kernels
-from deepinfer_core.model.backbone import Backbone, GivenEmbeddings
+from deepinfer_core.model.backbone import Backbone, ForwardOutput, GivenEmbeddings
 from deepinfer_core.model.batch import Batch, batch_of, build_batch
-from deepinfer_core.model.draft import DraftBlock, Drafter
+from deepinfer_core.model.draft import DraftBlock, Drafter, DraftStates
 from deepinfer_core.model.params import ModelParams
 from deepinfer_core.model.step_arrays import (
     NOTHING_VISIBLE,
@@ -51,11 +53,20 @@ def bucket(size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ForwardRows:
-    """What a step's sample rows gave, on the device; valid until the next forward pass."""
+    """What a step's sample rows gave, on the device; position and token are valid until the next forward pass."""
 
     logits: Tensor  # [N, V] float32
     position: Tensor  # [N] int64, of the row's own token
     token: Tensor  # [N] int64
+
+
+@dataclass(frozen=True, eq=False)
+class _CapturedRows:
+    """What a graph leaves of the sample rows."""
+
+    normalized: Tensor  # [N, D], what the head takes
+    position: Tensor  # [N]
+    token: Tensor  # [N]
 
 
 class Capture(Protocol):
@@ -70,17 +81,23 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool: they run one by one, so what one leaves free the next may use."""
+    """CUDA graphs that share one memory pool: they run one by one, so what one leaves free the next may use.
+
+    Work beside the step (model/beside.py) fills what the step leaves idle: the step's own stream goes first.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     def record[Output](self, work: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
         """See `Capture`."""
+        if self._stream is None:  # made by the thread that captures, on its device
+            self._stream = torch.cuda.Stream(priority=-1)
         graph = torch.cuda.CUDAGraph()
         # Another thread may wait for the step before this one meanwhile, so only this thread's calls are checked.
         recording: AbstractContextManager[None] = torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
         with recording:
             output = work()
@@ -116,7 +133,6 @@ class Forward:
         self.mask_decoder, self.most_rows, self.context = mask_decoder, most_rows, context
         self._capture = capture
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: seen once
-        self._logits: Tensor | None = None
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -132,7 +148,7 @@ class Forward:
             )
             return self._eager(batch, given, store_context)
         arrays = pack_step(plan, self.state.layout, self.kernels.row_multiple, fixed=shape)
-        graph: _Graph[ForwardRows] | None = self._graphs[key]
+        graph: _Graph[_CapturedRows] | None = self._graphs[key]
         inputs = self._zeros(arrays.largest_size) if graph is None else graph.inputs
         inputs[: arrays.size].copy_(staged(arrays, inputs.device), non_blocking=True)
         if graph is None:
@@ -141,17 +157,24 @@ class Forward:
         count = plan.num_rows
         rows = graph.output
         counts = (count,) * self.backbone.config.num_hidden_layers
-        return ForwardRows(rows.logits[:count], rows.position[:count], rows.token[:count]), counts
+        logits = self.backbone.head(rows.normalized[:count])
+        return ForwardRows(logits, rows.position[:count], rows.token[:count]), counts
 
     def _eager(
         self, batch: Batch, given: GivenEmbeddings | None, store_context: bool
     ) -> tuple[ForwardRows | None, tuple[int, ...]]:
-        out = self.backbone.forward(batch, self.state, given=given)
-        if store_context and self.drafter is not None and out.features is not None:
-            self.drafter.store_context(out.features, batch, self.state)
+        out = self._layers(batch, given, store_context, with_logits=True)
         if out.logits is None:
             return None, out.rows_per_layer
         return ForwardRows(out.logits, batch.sample_position, batch.sample_token), out.rows_per_layer
+
+    def _layers(
+        self, batch: Batch, given: GivenEmbeddings | None, store_context: bool, *, with_logits: bool
+    ) -> ForwardOutput:
+        out = self.backbone.forward(batch, self.state, given=given, with_logits=with_logits)
+        if store_context and self.drafter is not None and out.features is not None:
+            self.drafter.store_context(out.features, batch, self.state)
+        return out
 
     def _fixed_shape(self, plan: StepPlan) -> StepShape | None:
         """The bucket of a step that graphs are made for."""
@@ -165,17 +188,15 @@ class Forward:
 
     def _capture_step(
         self, key: Hashable, arrays: StepArrays, inputs: Tensor, store_context: bool
-    ) -> _Graph[ForwardRows]:
+    ) -> _Graph[_CapturedRows]:
         shape, columns = arrays.shape, arrays.views(inputs)
-        logits = self._logits_buffer(shape.padded_rows)
 
-        def work() -> ForwardRows:
+        def work() -> _CapturedRows:
             batch = batch_of(shape, columns, self.state, self.params, self.kernels)
-            found, _ = self._eager(batch, None, store_context)
-            if found is None:
+            out = self._layers(batch, None, store_context, with_logits=False)
+            if out.normalized is None:
                 raise EngineError("a step of a fixed shape has no sample rows; run with enforce_eager=True")
-            logits.copy_(found.logits)
-            return ForwardRows(logits, found.position, found.token)
+            return _CapturedRows(out.normalized, batch.sample_position, batch.sample_token)
 
         return self._keep(key, inputs, work)
 
@@ -192,27 +213,20 @@ class Forward:
         key = ("draft", size, num_steps)
         if self._capture is None or not self._is_known(key):
             return self.drafter.make_block(anchor, anchor_position, slot, visible_from, self.state, num_steps)
-        graph: _Graph[DraftBlock] | None = self._graphs[key]
+        graph: _Graph[DraftStates] | None = self._graphs[key]
         inputs = self._zeros(4, size) if graph is None else graph.inputs
         inputs[:, :segments] = torch.stack((anchor, anchor_position, slot, visible_from))
         inputs[3, segments:] = NOTHING_VISIBLE
         if graph is None:
-            graph = self._capture_block(key, inputs, num_steps)
+            graph = self._capture_stages(self.drafter, key, inputs, num_steps)
         graph.replay()
-        block = graph.output
-        return DraftBlock(block.hidden[:segments], block.base_logits[:segments])
+        states = graph.output
+        return self.drafter.with_logits(DraftStates(states.hidden[:segments], states.normalized[:segments]))
 
-    def _capture_block(self, key: Hashable, inputs: Tensor, num_steps: int) -> _Graph[DraftBlock]:
-        size = inputs.shape[1]
-        logits = self._logits_buffer(size * num_steps)
-
-        def work() -> DraftBlock:
-            if self.drafter is None:
-                raise ValueError("this runner has no drafter")
+    def _capture_stages(self, drafter: Drafter, key: Hashable, inputs: Tensor, num_steps: int) -> _Graph[DraftStates]:
+        def work() -> DraftStates:
             anchor, anchor_position, slot, visible_from = inputs.unbind(0)
-            block = self.drafter.make_block(anchor, anchor_position, slot, visible_from, self.state, num_steps)
-            logits.copy_(block.base_logits.flatten(0, 1))
-            return DraftBlock(block.hidden, logits.view(size, num_steps, -1))
+            return drafter.run_stages(anchor, anchor_position, slot, visible_from, self.state, num_steps)
 
         return self._keep(key, inputs, work)
 
@@ -237,10 +251,3 @@ class Forward:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.state.history.device)
-
-    def _logits_buffer(self, rows: int) -> Tensor:
-        """[rows, V] that graphs share: it is read before the next one runs."""
-        if self._logits is None or len(self._logits) < rows:  # most_rows in whole tiles may be more
-            most = max(self.most_rows, rows)
-            self._logits = torch.empty(most, self.backbone.config.vocab_size, device=self.state.history.device)
-        return self._logits[:rows]

@@ -33,7 +33,8 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS
 from deepinfer_core.errors import CapacityError
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, code_columns
-from deepinfer_core.model.params import LayerParams, ModelParams, build_params
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, pack_columns
+from deepinfer_core.model.params import Arrange, LayerParams, ModelParams, build_params
 from deepinfer_core.parallel.experts import DispatchedRows, RowOrigin
 from deepinfer_core.runtime.pending import PendingResult
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
@@ -79,11 +80,14 @@ class BalancedExperts:
 
     def __init__(self, local: dict[int, int]) -> None:
         self._local = local  # layer -> experts held here
+        self._turns: dict[tuple[int, torch.Size], Tensor] = {}  # experts, shape -> ids; made once: no work of a step
 
     def dispatch(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, origin: RowOrigin) -> DispatchedRows:
         """Own rows stand for those that come, with local experts in turn."""
-        turn = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-        return DispatchedRows(x, turn % self._local[layer], weights)
+        key = self._local[layer], ids.shape
+        if key not in self._turns:
+            self._turns[key] = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % self._local[layer]
+        return DispatchedRows(x, self._turns[key], weights)
 
     def combine(self, sent: DispatchedRows, pairs: Tensor) -> Tensor:
         """Own outputs stand for those that come back."""
@@ -93,13 +97,23 @@ class BalancedExperts:
 class RankSlice:
     """A runner over random weights and a full cache."""
 
-    def __init__(self, config: ModelConfig, size: SliceSize, kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        size: SliceSize,
+        kernels: Kernels,
+        device: str,
+        dtype: torch.dtype,
+        arrange: Arrange | None = None,
+    ) -> None:
+        """`arrange`: with packed weights, laid out by the provider."""
         self.size = size
         self.config = _own_share(config, size.ranks)
         local = _local_experts(config, size.ranks)
-        weights = random_weights(self.config, 0, dtype, device, with_experts=False)
-        params = build_params(weights, self.config, coded=size.float8_products, consume=True)
-        self.params = _with_experts(params, local, size.expert_sets)
+        packed = arrange is not None
+        weights = random_weights(self.config, 0, dtype, device, with_experts=False, packed=packed)
+        params = build_params(weights, self.config, coded=size.float8_products, arrange=arrange, consume=True)
+        self.params = _with_experts(params, local, size.expert_sets, arrange)
         # Positions go on for some steps beyond the context.
         self.blocks_a_request = -(-size.context // BLOCK_TOKENS) + 1
         on_accelerator = device != "cpu"
@@ -240,20 +254,25 @@ def _local_experts(config: ModelConfig, ranks: int) -> dict[int, int]:
     return {layer: total // ranks for layer, total in experts.items()}
 
 
-def _with_experts(params: ModelParams, local: dict[int, int], num_sets: int | None) -> ModelParams:
+def _with_experts(
+    params: ModelParams, local: dict[int, int], num_sets: int | None, arrange: Arrange | None = None
+) -> ModelParams:
     """`params` with random routed experts; of `num_sets` sets each serves many layers."""
     made: dict[tuple[int, int], tuple[Weight, Weight]] = {}
 
-    def random(like: Weight, experts: int, scale: float) -> Weight:
+    def random(like: Weight, experts: int, scale: float, *, halves: bool = False) -> Weight:
         _, inner, columns = like.shape
         drawn = torch.randn(experts, inner, columns, dtype=like.dtype, device=params.embed.device)
         drawn.mul_(scale * inner**-0.5)
+        if arrange is not None:
+            return arrange(pack_columns(drawn, FP4_ROWS), halves)
         return code_columns(drawn) if isinstance(like, CodedWeight) else drawn
 
     def changed(layer: int, old: LayerParams) -> LayerParams:
         key = (local[layer], layer if num_sets is None else layer % num_sets)
         if key not in made:
-            made[key] = random(old.ffn.w13, local[layer], 1.0), random(old.ffn.w2, local[layer], 0.1)
+            w13 = random(old.ffn.w13, local[layer], 1.0, halves=True)
+            made[key] = w13, random(old.ffn.w2, local[layer], 0.1)
         w13, w2 = made[key]
         return dataclasses.replace(old, ffn=dataclasses.replace(old.ffn, w13=w13, w2=w2))
 

@@ -34,7 +34,7 @@ def products() -> dict[str, Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
     rows_5120, rows_1280, rows_8192 = random(MANY, 5120), random(MANY, 1280), random(MANY, 8192)
     streams, grouped = random(MANY, 4, 5120), random(MANY, 8, 512)
     w_128, w_256, w_160 = random(5120, 1792), random(1280, 16896), random(8192, 5120)
-    coded_256, coded_160 = code_columns(w_256), code_columns(w_160)
+    coded_256, coded_192 = code_columns(w_256), code_columns(w_160)
     w13, w2 = random(5120, 4608), random(2304, 5120)
     coded_13, coded_2 = code_columns(w13), code_columns(w2)
     gate, bias = random(5120, 384), random(384, dtype=torch.float32)
@@ -45,7 +45,7 @@ def products() -> dict[str, Callable[[SimpleNamespace, int], tuple[Tensor, ...]]
         "256 columns": lambda k, n: (k.linear(rows_1280[:n], w_256),),
         "160 columns": lambda k, n: (k.linear(rows_8192[:n], w_160),),
         "256 coded columns": lambda k, n: (k.linear(rows_1280[:n], coded_256),),
-        "160 coded columns": lambda k, n: (k.linear(rows_8192[:n], coded_160),),
+        "192 coded columns": lambda k, n: (k.linear(rows_8192[:n], coded_192),),
         "groups": lambda k, n: (k.grouped_linear(grouped[:n], by_group),),
         "head": lambda k, n: (k.head_logits(rows_1280[:n], head),),
         "shared expert": lambda k, n: (k.shared_expert(rows_5120[:n], w13, w2, 10.0),),

@@ -22,11 +22,12 @@ from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.coded import CodedWeight
 from deepinfer_kernels_nvidia.jit import T, aligned, program
 from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, is_streamed, read_sums
-from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS, few_columns, tile_columns
+from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS, coded_columns, few_columns
 
 __all__ = ["linear_coded", "run_experts_coded", "shared_expert_coded"]
 
 _ROWS, _INNER, _STAGES, _THREADS = 128, 128, 3, 256
+_NARROW, _NARROW_STAGES = 192, 4  # columns of the narrower tile of a dense product
 _FEW_STAGES = 8  # of tiles for few rows: 16 kB each
 _TILE = 128  # slots of one expert
 _GATED_COLUMNS, _DOWN_COLUMNS = 128, 256
@@ -93,9 +94,10 @@ def code_rows_program(dim: int):
 def matmul_coded_program(k: int, n: int, few: bool, *, tensor_memory: bool = False):
     """x [rows, k], w [n, k] in e4m3 -> out [rows, n] bf16. `few`: tiles for few rows."""
     rows = T.dynamic("rows")
-    columns = _TENSOR_MEMORY_COLUMNS if tensor_memory else few_columns(1, n) if few else tile_columns(1, n)
+    columns = _TENSOR_MEMORY_COLUMNS if tensor_memory else few_columns(1, n) if few else coded_columns(n)
     few = few and not tensor_memory
-    tile_rows, stages, threads = (64, _FEW_STAGES, 128) if few else (_ROWS, _STAGES, _THREADS)
+    stages = _FEW_STAGES if few else _NARROW_STAGES if columns == _NARROW else _STAGES
+    tile_rows, threads = (64, 128) if few else (_ROWS, _THREADS)
 
     @T.prim_func
     def matmul_coded(

@@ -14,7 +14,7 @@ any shape walks K in the same order with instructions of the same depth, so a ro
 
 from __future__ import annotations
 
-__all__ = ["FEW_ROWS", "few_columns", "tile_columns"]
+__all__ = ["FEW_ROWS", "coded_columns", "few_columns", "tile_columns"]
 
 FEW_ROWS = 64  # up to these a product takes the tiles for few rows
 _SPEED = {256: 1.0, 192: 0.98, 160: 0.84, 128: 0.88, 64: 0.7}
@@ -35,3 +35,10 @@ def tile_columns(groups: int, n: int) -> int:
 def few_columns(groups: int, n: int) -> int:
     """Columns of a tile of 64 rows where there are no more: enough tiles for every multiprocessor, if n allows."""
     return 128 if groups * n >= 128 * _MULTIPROCESSORS else 64
+
+
+def coded_columns(n: int) -> int:
+    """Columns of a tile of a product in e4m3 of n columns, 128 rows a tile. Both widths are as fast a column, where the
+    narrow one has a tile more in flight; wo_b: 90 us with 256, 78 with 160, 68 with 192.
+    """
+    return min((256, 192), key=lambda width: -(-_ROW_TILES * -(-n // width) // _MULTIPROCESSORS) * width)

@@ -1,6 +1,8 @@
-"""The small checkpoints of the tests. Their tensors are kept as .xz, a sixth smaller, and unpacked once a machine.
+"""The small checkpoints of the tests. Their tensors are kept as .xz, a fifth smaller, and unpacked once a machine.
 
 tests/fixtures/models/NAME/*.xz  ->  TMPDIR/deepinfer-fixtures-UID-DIGEST/NAME/*    DIGEST: of all files' bytes
+
+Packed by `xz --lzma2=preset=9e,lc=2,lp=2,pb=2`: numbers of four bytes.
 """
 
 from __future__ import annotations

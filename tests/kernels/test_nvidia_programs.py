@@ -36,6 +36,7 @@ HOT = (  # program, architecture, instructions in its machine code
     ("matmul", "sm_90a", ("HGMMA", "UTMALDG", "UTMASTG")),
     ("mhc_next", "sm_90a", ("LDG.E.128", "STG.E.128")),
     ("gated", "sm_90a", ("HGMMA", "UTMALDG")),
+    ("multiply_packed", "sm_90a", ("HGMMA", "UTMALDG", "UBLKCP", "HMUL2.BF16_V2")),
     # Products that are not in tensor memory become the older HMMA on SM100; none of these has run there.
     ("attend", "sm_100a", ("HMMA",)),
     ("index_scores", "sm_100a", ("HMMA", "UBLKCP")),  # ptxas turns e5m2 operands into f16 there
@@ -70,7 +71,7 @@ def release() -> ModelConfig:
 @pytest.fixture(scope="session")
 def variants(package: SimpleNamespace, release: ModelConfig) -> list[tuple[str, tuple[Any, ...]]]:
     """Programs of one rank of 64 of the release."""
-    return package.warm.variants(release, local_experts=6, coded=True)
+    return package.warm.variants(release, local_experts=6, coded=True, packed=True)
 
 
 def test_what_is_offered_is_what_is_loaded(package: SimpleNamespace) -> None:

@@ -19,6 +19,7 @@ from deepinfer_core.cache import CacheLayout, ModelState
 from deepinfer_core.checkpoint import dequantize
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.kernels.reference import REFERENCE, records
+from deepinfer_core.kernels.reference.packed import ArrangedWeight, PackedWeight
 from deepinfer_core.model import Backbone, Drafter, params
 from deepinfer_core.model.batch import batch_of
 from deepinfer_core.model.step_arrays import StepShape, pack_step
@@ -65,24 +66,36 @@ def asked(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         kept.cache_clear()
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["bfloat16", "float8_products"])
-def test_a_rank_compiles_nothing_in_its_steps_after_warming(package: Any, asked: Any, coded: bool) -> None:
+@pytest.mark.parametrize("form", ["bfloat16", "float8_products", "packed"])
+def test_a_rank_compiles_nothing_in_its_steps_after_warming(package: Any, asked: Any, form: str) -> None:
+    coded, packed = form == "float8_products", form == "packed"
+    arrange = _empty_tiles if packed else None
     release = rank_slice.release_config()
     config = rank_slice._own_share(release, RANKS)
     local = rank_slice._local_experts(release, RANKS)
     kernels = replace(REFERENCE, **package.TABLE)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        drawn = rank_slice.random_weights(config, 0, torch.bfloat16, "cuda", with_experts=False)
-        model = params.build_params(drawn, config, coded=coded, consume=True)
-        model = rank_slice._with_experts(model, local, None)
+        drawn = rank_slice.random_weights(config, 0, torch.bfloat16, "cuda", with_experts=False, packed=packed)
+        model = params.build_params(drawn, config, coded=coded, arrange=arrange, consume=True)
+        model = rank_slice._with_experts(model, local, None, arrange)
         backbone = Backbone(config, model, kernels, rank_slice.BalancedExperts(local))
         drafter = Drafter(backbone, model.draft)
         for requests in (4, 64):  # tiles for few rows, and for many
             _step(backbone, drafter, requests)
     warm = importlib.import_module("deepinfer_kernels_nvidia.warm")
-    ahead = set(warm.variants(release, release.n_routed_experts // RANKS, coded=coded))
+    ahead = set(warm.variants(release, release.n_routed_experts // RANKS, coded=coded, packed=packed))
     assert len(asked) > 40
+    assert packed == any(name == "multiply_packed" for name, _ in asked)
     assert asked - ahead == set()
+
+
+def _empty_tiles(weight: PackedWeight, halves: bool) -> ArrangedWeight:
+    """As `arranged` lays it out, which reads scales."""
+    tiles = importlib.import_module("deepinfer_kernels_nvidia.ops.packed_tiles")
+    counts = tiles.tile_counts(*weight.shape[-2:])
+    shape = (*weight.shape[:-2], *counts, tiles.tile_words(weight.form.value_bits))
+    made = torch.empty(shape, dtype=torch.int32, device=weight.records.device)
+    return ArrangedWeight(made, weight.form, weight.shape, weight.dtype)
 
 
 def _step(backbone: Backbone, drafter: Drafter, requests: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deepinfer_core import LLM
 from deepinfer_core.config.engine import all_settings
-from deepinfer_core.errors import CapacityError, KernelError
+from deepinfer_core.errors import CapacityError, ConfigError, KernelError
 from deepinfer_core.kernels.registry import KernelChoice
 from tests.core.harness import FIXTURES
 from tests.core.model_configs import release_json
@@ -94,3 +94,15 @@ def test_operations_that_are_not_row_invariant_are_named_where_that_is_demanded(
 def test_float8_products_are_refused_without_kernels_for_them() -> None:
     with pytest.raises(KernelError, match=r"kernels of cpu have no such form of linear, run_experts, shared_expert"):
         LLM(MODEL, quiet=True, float8_products=True)
+
+
+@pytest.mark.bad_input
+def test_packed_weights_are_refused_without_kernels_for_them() -> None:
+    with pytest.raises(KernelError, match=r"weight_form is 'packed', and the kernels of cpu decode no weights"):
+        LLM(MODEL, quiet=True, weight_form="packed")
+
+
+@pytest.mark.bad_input
+def test_two_forms_of_weights_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight_form is 'packed', and float8_products has a form of its own"):
+        LLM(MODEL, quiet=True, weight_form="packed", float8_products=True)

@@ -16,6 +16,8 @@ import torch
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import CODED_OPS, Capability, Unavailable
+from deepinfer_core.kernels.reference.coded import Weight
+from deepinfer_core.kernels.reference.packed import PackedWeight
 from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu, ask_driver
 from deepinfer_kernels_nvidia.toolchain import nvcc_problem
@@ -31,6 +33,7 @@ class NvidiaProvider:
     cache_form: Literal["plain", "packed"] = "packed"
     row_invariant_ops: frozenset[str] = OFFERED  # every kernel walks a row in one fixed order; conformance checks it
     coded_ops: frozenset[str] = CODED_OPS
+    packed_ops: frozenset[str] = CODED_OPS
 
     def probe(self) -> Capability | Unavailable:
         """Say what can run here, or the first thing that is missing. Imports no TileLang and makes no CUDA context."""
@@ -68,6 +71,12 @@ class NvidiaProvider:
 
         return library_of(function)
 
+    def arranged(self, weight: PackedWeight, halves: bool) -> Weight:
+        """Tiles that the kernels decode; see contract `TakesPacked`."""
+        from deepinfer_kernels_nvidia.ops.packed_tiles import arranged  # imports TileLang, as `load` did
+
+        return arranged(weight, halves)
+
     def warm(
         self,
         config: ModelConfig,
@@ -75,11 +84,12 @@ class NvidiaProvider:
         local_experts: int | None = None,
         *,
         coded: bool = False,
+        packed: bool = False,
     ) -> None:
         """Compile every program of this model for the current GPU; see `warm.warm`. Raises KernelError."""
         from deepinfer_kernels_nvidia.warm import warm  # imports TileLang
 
-        warm(config, progress, local_experts, coded=coded)
+        warm(config, progress, local_experts, coded=coded, packed=packed)
 
 
 def _device_problem(driver: Driver) -> str | None:

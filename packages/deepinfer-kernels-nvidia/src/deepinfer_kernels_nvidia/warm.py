@@ -28,12 +28,15 @@ _BLOCK_TOKENS = 128
 _ROW_UNIT = 8  # products pad their widths to this
 
 
-def variants(config: ModelConfig, local_experts: int | None = None, *, coded: bool = False) -> list[Variant]:
-    """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes. `coded`:
-    those of products with coded weights, too.
+def variants(
+    config: ModelConfig, local_experts: int | None = None, *, coded: bool = False, packed: bool = False
+) -> list[Variant]:
+    """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes. `coded`,
+    `packed`: those of products with such weights, too.
     """
     by_op = [
         *(_coded(config, local_experts) if coded else ()),
+        *(_packed(config, local_experts) if packed else ()),
         *_rows(config),
         *_sampling(),
         *_caches(config),
@@ -51,11 +54,12 @@ def warm(
     local_experts: int | None = None,
     *,
     coded: bool = False,
+    packed: bool = False,
 ) -> None:
-    """Compile every variant for the current GPU; `coded` as for `variants`. `progress(done, total, name)` is called
-    before each and at the end. Raises KernelError where one does not compile.
+    """Compile every variant for the current GPU; `coded` and `packed` as for `variants`. `progress(done, total, name)`
+    is called before each and at the end. Raises KernelError where one does not compile.
     """
-    wanted = variants(config, local_experts, coded=coded)
+    wanted = variants(config, local_experts, coded=coded, packed=packed)
     for done, (name, parameters) in enumerate(wanted):
         progress(done, len(wanted), name)
         PROGRAMS[name](*parameters)
@@ -203,6 +207,19 @@ def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Var
         yield "run_experts", ("down_coded", (local, width, dim))
     for few in (False, True):
         yield "shared_expert", ("gated_coded", (1, dim, width, False, few))
+
+
+def _packed(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
+    dim, width, low = c.hidden_size, c.moe_intermediate_size, c.o_groups * c.o_lora_rank
+    heads, index_heads = c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim
+    for few in (False, True):
+        for inner, outer in ((c.q_lora_rank, heads), (c.q_lora_rank, index_heads), (low, dim), (width, dim)):
+            yield "linear", ("multiply_packed", (1, inner, outer, 8, False, False, few))
+        yield "shared_expert", ("multiply_packed", (1, dim, 2 * width, 8, True, False, few))
+        for total in (c.n_routed_experts, c.dspark_n_routed_experts):
+            local = _local(c, total, local_experts)
+            yield "run_experts", ("multiply_packed", (local, dim, 2 * width, 4, True, True, few))
+            yield "run_experts", ("multiply_packed", (local, width, dim, 4, False, True, few))
 
 
 def _local(c: ModelConfig, total: int, local_experts: int | None) -> int:

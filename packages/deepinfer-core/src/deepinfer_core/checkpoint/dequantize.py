@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["BLOCK", "dequantize_fp4", "dequantize_fp8_blocks", "dequantize_rows", "e8m0_to_float32"]
+__all__ = ["BLOCK", "dequantize_fp4", "dequantize_fp8_blocks", "dequantize_rows", "e8m0_to_float32", "fp8_records"]
 
 BLOCK = 32  # rows and columns of an FP8 block, columns of an FP4 or Engram group
 
@@ -33,6 +33,14 @@ def dequantize_fp8_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype = to
     """[..., a, b] e4m3 codes with [..., ceil(a / 32), ceil(b / 32)] e8m0 scales to [..., a, b]."""
     row_scales = e8m0_to_float32(scales).repeat_interleave(BLOCK, dim=-2)[..., : codes.shape[-2], :]
     return _scale_columns(_e4m3(codes), row_scales).to(dtype)
+
+
+def fp8_records(codes: Tensor, scales: Tensor) -> Tensor:
+    """An FP8 matrix [..., a, b], b a multiple of 32, with the scales of a row behind its codes: [..., a, b + b / 32]
+    uint8.
+    """
+    row_scales = scales.view(torch.uint8).repeat_interleave(BLOCK, dim=-2)[..., : codes.shape[-2], :]
+    return torch.cat([codes.view(torch.uint8), row_scales], -1)
 
 
 def dequantize_fp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,7 +4,8 @@
                                                   └ Engram rows: kept packed, in memory, on the device or mapped on disk
 
 Routed experts are chosen by layer; draft stage s counts as layer num_hidden_layers + s. A quantized weight and its
-scale are read together and dequantized on the target device, exactly (dequantize.py).
+scale are read together and dequantized on the target device, exactly (dequantize.py), or, of the large products, kept
+in the bytes of the checkpoint (kernels/reference/packed.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepinfer_core.checkpoint import released_names as names
-from deepinfer_core.checkpoint.dequantize import dequantize_fp4, dequantize_fp8_blocks
+from deepinfer_core.checkpoint.dequantize import BLOCK, dequantize_fp4, dequantize_fp8_blocks, fp8_records
 from deepinfer_core.checkpoint.engram_hash import EngramHash, engram_hashes
 from deepinfer_core.checkpoint.engram_store import EngramTable
 from deepinfer_core.checkpoint.fingerprint import weights_fingerprint
@@ -42,10 +43,13 @@ from deepinfer_core.checkpoint.weights import (
     LayerWeights,
     ModelWeights,
     MoeWeights,
+    Product,
 )
 from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ConfigError
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, PackedWeight
+from deepinfer_core.kernels.reference.records import unpack
 
 __all__ = ["load_model_weights"]
 
@@ -63,6 +67,7 @@ def load_model_weights(
     engram_rows: Mapping[int, range] | None = None,
     engram_storage: EngramStorage = "memory",
     draft: bool = True,
+    packed: bool = False,
     progress: bool = True,
 ) -> ModelWeights:
     """Load the weights of one process.
@@ -70,7 +75,7 @@ def load_model_weights(
     `experts` maps a layer to the logical ids of its routed experts to hold, in order; layers it lacks hold all.
     `engram_rows` maps an Engram layer to the table rows to hold; layers it lacks hold all. `engram_storage`: "memory"
     (host), "device", or "disk" (memory-mapped, only looked-up rows are read). `draft=False` leaves the draft module
-    out.
+    out. `packed`: a `Product` stored in FP8 or FP4 stays so, where its columns are whole groups of 32.
 
     Raises ConfigError for a selection outside the model, ModelNotFoundError for a folder without weights, and
     CheckpointError for files that are damaged or do not match `config`, naming the tensor.
@@ -83,7 +88,7 @@ def load_model_weights(
     with tqdm(
         total=wanted_bytes, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
     ) as bar:
-        source = _Source(CheckpointReader(checkpoint, bar.update), selection, dtype, torch.device(device))
+        source = _Source(CheckpointReader(checkpoint, bar.update), selection, dtype, torch.device(device), packed)
         return _assemble(source, config, checkpoint)
 
 
@@ -235,32 +240,45 @@ class _Source:
     selection: _Selection
     dtype: torch.dtype
     device: torch.device
+    packed: bool  # leave products in their bytes
 
     def block(self, prefix: str, table: Mapping[str, str]) -> dict[str, Any]:
         """The fields of one dataclass; None for a tensor that the manifest does not have."""
         specs = self.reader.checkpoint.specs
-        return {field: self.weight(prefix + name) if prefix + name in specs else None for field, name in table.items()}
+        return {
+            field: self.weight(prefix + name, field in names.PRODUCTS) if prefix + name in specs else None
+            for field, name in table.items()
+        }
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str, is_product: bool) -> Product:
         stored = self.reader.read(name).to(self.device)
         if stored.dtype == torch.float8_e4m3fn:
             scales = self.reader.read(names.scale_name(name)).to(self.device)
+            if self.packed and is_product and stored.shape[1] % BLOCK == 0:
+                records = fp8_records(stored, scales)
+                _require_finite(name, unpack(records, FP8_ROWS).to(self.dtype))
+                return PackedWeight(records, FP8_ROWS, self.dtype)
             values = dequantize_fp8_blocks(stored, scales, self.dtype)
         else:  # F32 is kept: mHC, sinks and router biases need it
             values = stored if stored.dtype == torch.float32 else stored.to(self.dtype)
         _require_finite(name, values)
         return values
 
-    def experts(self, prefix: str, expert_ids: Sequence[int], matrix: str) -> Tensor:
+    def experts(self, prefix: str, expert_ids: Sequence[int], matrix: str) -> Product:
         """[E_local, rows, columns] of one matrix of the chosen experts."""
-        rows, packed_columns = self.reader.checkpoint.specs[names.expert_name(prefix, 0, matrix)].shape
-        values = torch.empty(len(expert_ids), rows, 2 * packed_columns, dtype=self.dtype, device=self.device)
+        rows, half = self.reader.checkpoint.specs[names.expert_name(prefix, 0, matrix)].shape
+        keeps = self.packed and 2 * half % BLOCK == 0
+        width, dtype = (half + 2 * half // BLOCK, torch.uint8) if keeps else (2 * half, self.dtype)
+        held = torch.empty(len(expert_ids), rows, width, dtype=dtype, device=self.device)
         for i, expert in enumerate(expert_ids):
             name = names.expert_name(prefix, expert, matrix)
-            packed, scales = self.reader.read(name), self.reader.read(names.scale_name(name))
-            values[i] = dequantize_fp4(packed.to(self.device), scales.to(self.device), self.dtype)
-            _require_finite(name, values[i])
-        return values
+            codes, scales = (self.reader.read(part).to(self.device) for part in (name, names.scale_name(name)))
+            if keeps:
+                held[i, :, :half], held[i, :, half:] = codes.view(torch.uint8), scales.view(torch.uint8)
+            else:
+                held[i] = dequantize_fp4(codes, scales, self.dtype)
+            _require_finite(name, unpack(held[i], FP4_ROWS).to(self.dtype) if keeps else held[i])
+        return PackedWeight(held, FP4_ROWS, self.dtype) if keeps else held
 
     def table(self, name: str, rows: range) -> EngramTable:
         stored = [self._table_bytes(part, rows) for part in (name, names.scale_name(name))]

@@ -6,10 +6,11 @@
                      + scratch rows of the largest step, and activations (an estimate)
     host             = Engram tables where they are in host memory: one copy, shared by all ranks
 
-Four forms of the weights; caches have the released layout in all but the last, Engram rows in all:
+Five forms of the weights; caches have the released layout in all but the last, Engram rows in all:
 
     packed     as released                        the least that any engine needs
-    bfloat16   FP8 and FP4 dequantized            what this one holds on an accelerator
+    products   the large products as released     what this one holds on an accelerator whose kernels decode them
+    bfloat16   FP8 and FP4 dequantized            what it holds on others
     float8     some of them in e4m3 instead       .. with `float8_products` (kernels/reference/coded.py)
     plain      everything in float32              what the reference holds on a CPU
 
@@ -33,6 +34,7 @@ from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS, CacheConfig, SchedulerConfig
 from deepinfer_core.errors import ConfigError
+from deepinfer_core.kernels.reference.packed import GROUP
 
 __all__ = [
     "DEFAULT_MEMORY_FRACTION",
@@ -49,7 +51,7 @@ __all__ = [
     "plan_memory",
 ]
 
-Form = Literal["packed", "bfloat16", "float8", "plain"]
+Form = Literal["packed", "products", "bfloat16", "float8", "plain"]
 _RELEASED_AND_PLAIN: tuple[Form, Form] = ("packed", "plain")
 DEFAULT_MEMORY_FRACTION = CacheConfig().memory_fraction
 DEFAULT_STEP_ROWS = SchedulerConfig().max_num_batched_tokens
@@ -223,9 +225,10 @@ class _Sizes:
         return dict(parts)
 
 
-# Held in float32 on accelerators, too (model/params.py), beside what is stored so; and what `float8_products` codes.
+# Held in float32 on accelerators, too (model/params.py), beside what is stored so; and products that may be packed, or
+# that `float8_products` codes.
 _FLOAT32_TENSORS = ("norm.weight", "q_weight", "k_weight", "confidence_head.proj.weight")
-_CODED_TENSORS = ("wq_b.weight", "wo_b.weight", "w1.weight", "w2.weight", "w3.weight")
+_PRODUCT_TENSORS = ("wq_b.weight", "wo_b.weight", "w1.weight", "w2.weight", "w3.weight")
 
 
 def _tensor_bytes(spec: TensorSpec, form: Form) -> int:
@@ -233,8 +236,11 @@ def _tensor_bytes(spec: TensorSpec, form: Form) -> int:
         return spec.num_bytes
     if form == "plain" or spec.dtype == "F32" or spec.name.endswith(_FLOAT32_TENSORS):
         return spec.num_parameters * _FLOAT32
-    if form == "float8" and spec.name.endswith(_CODED_TENSORS):
-        return spec.num_parameters + spec.shape[0] * _FLOAT32  # a scale for each column of the product
+    if spec.name.endswith(_PRODUCT_TENSORS):
+        if form == "float8":
+            return spec.num_parameters + spec.shape[0] * _FLOAT32  # a scale for each column of the product
+        if form == "products" and spec.shape[1] * (2 if spec.dtype == "I8" else 1) % GROUP == 0:
+            return spec.num_bytes + spec.num_parameters // GROUP  # and for 32 values of one
     return spec.num_parameters * _BFLOAT16
 
 

@@ -25,8 +25,10 @@ from deepinfer_core.checkpoint.weights import (
     LayerWeights,
     ModelWeights,
     MoeWeights,
+    Product,
 )
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, pack_columns
 
 __all__ = ["random_weights"]
 
@@ -43,12 +45,14 @@ def random_weights(
     device: torch.device | str = "cpu",
     *,
     with_experts: bool = True,
+    packed: bool = False,
 ) -> ModelWeights:
     """Weights, a function of the arguments; another kind of device draws other numbers. Token classes are
-    `id mod engram_compressed_vocab_size`. Without experts the routed ones have [0, ..] weights.
+    `id mod engram_compressed_vocab_size`. Without experts the routed ones have [0, ..] weights. `packed`: each
+    `Product` is rounded to FP8 or FP4 and kept so.
     """
     device = torch.device(device)
-    draw = _Draw(config, torch.Generator(device).manual_seed(seed), dtype, device, with_experts)
+    draw = _Draw(config, torch.Generator(device).manual_seed(seed), dtype, device, with_experts, packed)
     hashes = engram_hashes(config)
     classes = torch.arange(config.vocab_size, device=device) % config.engram_compressed_vocab_size
     return ModelWeights(
@@ -72,9 +76,10 @@ class _Draw:
         dtype: torch.dtype,
         device: torch.device,
         with_experts: bool,
+        packed: bool,
     ) -> None:
         self.config, self.generator = config, generator
-        self.dtype, self.device, self.with_experts = dtype, device, with_experts
+        self.dtype, self.device, self.with_experts, self.packed = dtype, device, with_experts, packed
 
     def normal(self, *shape: int, scale: float, dtype: torch.dtype | None = None) -> Tensor:
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
@@ -83,6 +88,14 @@ class _Draw:
     def matrix(self, *shape: int, scale: float = 1.0) -> Tensor:
         """[..., out, in] with variance scale^2 / in."""
         return self.normal(*shape, scale=scale * shape[-1] ** -0.5)
+
+    def fp8(self, *shape: int, scale: float = 1.0) -> Product:
+        drawn = self.matrix(*shape, scale=scale)
+        return pack_columns(drawn.transpose(-1, -2), FP8_ROWS) if self.packed else drawn
+
+    def fp4(self, *shape: int, scale: float = 1.0) -> Product:
+        drawn = self.matrix(*shape, scale=scale)
+        return pack_columns(drawn.transpose(-1, -2), FP4_ROWS) if self.packed else drawn
 
     def gain(self, *shape: int) -> Tensor:
         return (1 + self.normal(*shape, scale=0.1, dtype=torch.float32)).to(self.dtype)
@@ -116,11 +129,11 @@ class _Draw:
         return AttentionWeights(
             wq_a=self.matrix(c.q_lora_rank, c.hidden_size),
             q_norm=self.gain(c.q_lora_rank),
-            wq_b=self.matrix(c.num_attention_heads * c.head_dim, c.q_lora_rank),
+            wq_b=self.fp8(c.num_attention_heads * c.head_dim, c.q_lora_rank),
             wkv=self.matrix(c.head_dim, c.hidden_size),
             kv_norm=self.gain(c.head_dim),
             wo_a=self.matrix(c.o_groups, c.o_lora_rank, group_width),
-            wo_b=self.matrix(c.hidden_size, c.o_groups * c.o_lora_rank, scale=_OUTPUT_SCALE),
+            wo_b=self.fp8(c.hidden_size, c.o_groups * c.o_lora_rank, scale=_OUTPUT_SCALE),
             sink=self.normal(c.num_attention_heads, scale=1.0, dtype=torch.float32),
             compressor=self.compressor(c.compress_ratios[layer]) if writes_kv else None,
             index_key=self.index_key() if writes_kv else None,
@@ -142,7 +155,7 @@ class _Draw:
     def indexer(self) -> IndexerWeights:
         c = self.config
         return IndexerWeights(
-            wq_b=self.matrix(c.index_n_heads * c.index_head_dim, c.q_lora_rank),
+            wq_b=self.fp8(c.index_n_heads * c.index_head_dim, c.q_lora_rank),
             weights_proj=self.matrix(c.index_n_heads, c.hidden_size),
         )
 
@@ -153,13 +166,13 @@ class _Draw:
             gate=self.matrix(num_experts, hidden),
             bias=self.normal(num_experts, scale=0.1, dtype=torch.float32),
             bias_vl=self.normal(num_experts, scale=0.1, dtype=torch.float32),
-            w1=self.matrix(held, width, hidden),
-            w3=self.matrix(held, width, hidden),
-            w2=self.matrix(held, hidden, width, scale=_EXPERT_OUTPUT_SCALE),
+            w1=self.fp4(held, width, hidden),
+            w3=self.fp4(held, width, hidden),
+            w2=self.fp4(held, hidden, width, scale=_EXPERT_OUTPUT_SCALE),
             expert_ids=tuple(range(held)),
-            shared_w1=self.matrix(width, hidden),
-            shared_w3=self.matrix(width, hidden),
-            shared_w2=self.matrix(hidden, width),
+            shared_w1=self.fp8(width, hidden),
+            shared_w3=self.fp8(width, hidden),
+            shared_w2=self.fp8(hidden, width),
         )
 
     def engram(self, layer: int, constants: EngramHash) -> EngramWeights:

@@ -18,6 +18,7 @@ __all__ = [
     "INDEX_KEY",
     "MOE",
     "NORMS",
+    "PRODUCTS",
     "TOP",
     "expert_name",
     "hyper",
@@ -49,6 +50,8 @@ MOE = {
     "shared_w2": "shared_experts.w2.weight",
 }
 EXPERT = ("w1", "w3", "w2")
+# Fields of the tables above whose products kernels may take in packed form; and all of EXPERT.
+PRODUCTS = frozenset(("wq_b", "wo_b", "shared_w1", "shared_w3", "shared_w2"))
 ENGRAM = {"wkv": "wkv.weight", "q_weight": "q_weight", "k_weight": "k_weight"}
 DRAFT_FIRST = {"main_proj": "main_proj.weight", "main_norm": "main_norm.weight"}  # of stage 0
 DRAFT_LAST = {  # of the last stage

@@ -11,7 +11,8 @@
 `?` = None where the layer has no such part. Shapes are those of a linear layer's weight, [out, in], except where noted;
 letters: V vocabulary, D hidden, S streams (hc_mult), H heads, d head_dim, G o_groups, E experts of the layer, E_local
 experts held here, I expert width, r Markov rank, T draft target layers. Tensors stored as F32 in the checkpoint (mHC,
-sinks, router biases) and the confidence vector are float32; all others have the dtype that the loader was asked for.
+sinks, router biases) and the confidence vector are float32; all others have the dtype that the loader was asked for,
+but for a `Product`, which may be in the bytes of the checkpoint.
 Source of every shape: the manifest (manifest.py).
 """
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from deepinfer_core.checkpoint.engram_store import EngramTable
+from deepinfer_core.kernels.reference.packed import PackedWeight
 
 __all__ = [
     "AttentionWeights",
@@ -35,7 +37,10 @@ __all__ = [
     "LayerWeights",
     "ModelWeights",
     "MoeWeights",
+    "Product",
 ]
+
+type Product = Tensor | PackedWeight  # packed: [.., in, out], as kernels take it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +73,7 @@ class IndexKeyWeights:
 class IndexerWeights:
     """Index queries and head weights of an index source."""
 
-    wq_b: Tensor  # [index_n_heads index_head_dim, q_lora_rank]
+    wq_b: Product  # [index_n_heads index_head_dim, q_lora_rank]
     weights_proj: Tensor  # [index_n_heads, D]
 
 
@@ -78,11 +83,11 @@ class AttentionWeights:
 
     wq_a: Tensor  # [q_lora_rank, D]
     q_norm: Tensor  # [q_lora_rank]
-    wq_b: Tensor  # [H d, q_lora_rank]
+    wq_b: Product  # [H d, q_lora_rank]
     wkv: Tensor  # [d, D]
     kv_norm: Tensor  # [d]
     wo_a: Tensor  # [G, o_lora_rank, H d / G]
-    wo_b: Tensor  # [D, G o_lora_rank]
+    wo_b: Product  # [D, G o_lora_rank]
     sink: Tensor  # [H] float32
     compressor: CompressorWeights | None
     index_key: IndexKeyWeights | None
@@ -96,13 +101,13 @@ class MoeWeights:
     gate: Tensor  # [E, D]
     bias: Tensor  # [E] float32, selection bias of text tokens
     bias_vl: Tensor  # [E] float32, selection bias of image tokens
-    w1: Tensor  # [E_local, I, D]
-    w3: Tensor  # [E_local, I, D]
-    w2: Tensor  # [E_local, D, I]
+    w1: Product  # [E_local, I, D]
+    w3: Product  # [E_local, I, D]
+    w2: Product  # [E_local, D, I]
     expert_ids: tuple[int, ...]  # E_local logical ids
-    shared_w1: Tensor  # [I, D]
-    shared_w3: Tensor  # [I, D]
-    shared_w2: Tensor  # [D, I]
+    shared_w1: Product  # [I, D]
+    shared_w3: Product  # [I, D]
+    shared_w2: Product  # [D, I]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -72,14 +72,15 @@ def run_slice(args: argparse.Namespace) -> int:
     chunk = check_integer("--chunk", args.chunk, 128, _MOST, ConfigError)
     sets = None if args.expert_sets is None else check_integer("--expert-sets", args.expert_sets, 1, 64, ConfigError)
     check_outputs(args.output)
-    float8 = bool(settings_from(args).get("float8_products", False))
+    settings = settings_from(args)
+    float8, packed = bool(settings.get("float8_products", False)), settings.get("weight_form") == "packed"
     from deepinfer_core.runtime.rank_slice import SliceSize
 
     if prompts:
         size = SliceSize(ranks, 1, max(*prompts, 256), drafts, chunk, sets, float8)
     else:
         size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets, float8)
-    found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps)
+    found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps, packed=packed)
     if args.output is not None:
         write_json(args.output, found)
     if args.json:
@@ -90,12 +91,20 @@ def run_slice(args: argparse.Namespace) -> int:
 
 
 def measure_slice(
-    size: SliceSize, requests: list[int], prompts: list[int], acceptance: float, temperature: float, steps: int
+    size: SliceSize,
+    requests: list[int],
+    prompts: list[int],
+    acceptance: float,
+    temperature: float,
+    steps: int,
+    *,
+    packed: bool = False,
 ) -> dict[str, Any]:
-    """Time decode steps of each number of requests and prefills of each length."""
+    """Time decode steps of each number of requests and prefills of each length. `packed`: weights are kept so."""
     import torch
 
     from deepinfer_core.config.sampling import SamplingParams
+    from deepinfer_core.kernels.contract import TakesPacked
     from deepinfer_core.kernels.registry import build_kernels, choose_provider
     from deepinfer_core.runtime.rank_slice import RankSlice, release_config
 
@@ -104,7 +113,13 @@ def measure_slice(
         raise CapacityError(f"a slice of the released model needs an accelerator: {choice.reason}")
     config = release_config()
     kernels, sources = build_kernels(choice, config, torch.bfloat16)
-    part = RankSlice(config, size, kernels, choice.device, torch.bfloat16)
+    arrange = None
+    if packed:
+        if size.float8_products or not isinstance(choice.provider, TakesPacked):
+            raise ConfigError(f"weight_form is 'packed', which neither float8_products nor every kernel package takes "
+                              f"({choice.name} is used); leave it out")  # fmt: skip
+        arrange = choice.provider.arranged
+    part = RankSlice(config, size, kernels, choice.device, torch.bfloat16, arrange)
     decoded = decode_results(part, requests, SamplingParams(temperature=temperature), acceptance, steps)
     filled = prefill_results(part, prompts)
     part.close()

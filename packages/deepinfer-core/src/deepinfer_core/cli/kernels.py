@@ -46,6 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="with --warm: the kernels of the setting float8_products, too",
     )
+    parser.add_argument(
+        "--packed-weights", action="store_true", help="with --warm: the kernels of the setting weight_form=packed, too"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_provider(args.accelerator or read_text("DEEPINFER_ACCELERATOR"), statuses)
     config = ModelConfig.from_folder(resolve_model(args.model, accelerator=choice.name, weights=False))
     if args.warm:
-        _warm(choice, config, args.local_experts, coded=args.float8_products, quiet=args.json)
+        _warm(choice, config, args)
     dtype = args.dtype or ("float32" if choice.device == "cpu" else "bfloat16")
     _, sources = build_kernels(choice, config, getattr(torch, dtype), cpu_kernels=args.cpu_kernels)
     providers = [
@@ -91,26 +94,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _warm(choice: KernelChoice, config: ModelConfig, local_experts: int | None, *, coded: bool, quiet: bool) -> None:
+def _warm(choice: KernelChoice, config: ModelConfig, args: argparse.Namespace) -> None:
     """Compile what the chosen provider runs for this model, with a bar on stderr. Raises KernelError, ConfigError."""
     from tqdm import tqdm
 
     from deepinfer_core.errors import ConfigError, KernelError
+    from deepinfer_core.kernels.contract import TakesPacked
 
+    local_experts: int | None = args.local_experts
     if local_experts is not None and not 1 <= local_experts <= _MOST_EXPERTS:
         raise ConfigError(f"--local-experts is {local_experts}; 1 .. {_MOST_EXPERTS} can be held by a process")
     warm = getattr(choice.provider, "warm", None)
     if warm is None:
         raise KernelError(f"--warm has no kernels to compile ahead on {choice.name} ({choice.reason})")
-    if coded and (choice.provider is None or not choice.provider.coded_ops):
-        raise KernelError(f"--float8-products: {choice.name} has no kernels of that form; leave it out")
-    with tqdm(desc="Compiling", unit="kernel", disable=quiet) as bar:
+    forms: dict[str, bool] = {}
+    if args.float8_products:
+        if choice.provider is None or not choice.provider.coded_ops:
+            raise KernelError(f"--float8-products: {choice.name} has no kernels of that form; leave it out")
+        forms["coded"] = True
+    if args.packed_weights:
+        if not isinstance(choice.provider, TakesPacked):
+            raise KernelError(f"--packed-weights: {choice.name} has no kernels of that form; leave it out")
+        forms["packed"] = True
+    with tqdm(desc="Compiling", unit="kernel", disable=args.json) as bar:
 
         def show(done: int, total: int, name: str) -> None:
             bar.total, bar.n = total, done
             bar.set_postfix_str(name)
 
-        if coded:
-            warm(config, show, local_experts, coded=True)
-        else:
-            warm(config, show, local_experts)
+        warm(config, show, local_experts, **forms)

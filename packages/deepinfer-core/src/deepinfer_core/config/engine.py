@@ -39,6 +39,7 @@ __all__ = [
     "ParallelConfig",
     "ResolvedSettings",
     "Setting",
+    "WeightForm",
     "all_settings",
     "flat_settings",
     "parse_text",
@@ -50,6 +51,7 @@ Accelerator = Literal["cpu", "nvidia", "ascend"]
 EngramStorage = Literal["memory", "disk", "device"]
 CpuKernels = Literal["auto", "native", "reference"]
 ModelDtype = Literal["float32", "bfloat16"]
+WeightForm = Literal["auto", "bfloat16", "packed"]
 
 _MAX_PATH_CHARS = 4_096
 
@@ -85,6 +87,7 @@ class EngineConfig:
     logprobs_mode: Annotated[LogprobsMode, "of the model's logits, or after penalties, temperature and filters"] = "raw"
     enforce_eager: Annotated[bool, "no captured graphs"] = False
     float8_products: Annotated[bool, "products with FP8 or FP4 weights round their rows to FP8"] = False
+    weight_form: Annotated[WeightForm, "of FP8 and FP4 products on an accelerator; the same bits in each"] = "auto"
     cpu_kernels: Annotated[CpuKernels, "auto = compiled C kernels where a compiler is, native = always"] = "auto"
     jit_cache_dir: Annotated[str | None, "where compiled kernels are kept; None = the user's cache folder"] = None
     engram_storage: Annotated[EngramStorage, "where Engram tables live"] = "memory"
@@ -108,8 +111,13 @@ class EngineConfig:
         for name in ("deterministic", "batch_invariant", "enforce_eager", "float8_products", "quiet"):
             check_flag(name, getattr(self, name), ConfigError)
         check_choice("logprobs_mode", self.logprobs_mode, typing.get_args(LogprobsMode), ConfigError)
+        check_choice("weight_form", self.weight_form, typing.get_args(WeightForm), ConfigError)
         check_choice("cpu_kernels", self.cpu_kernels, typing.get_args(CpuKernels), ConfigError)
         check_choice("engram_storage", self.engram_storage, typing.get_args(EngramStorage), ConfigError)
+        if self.float8_products and self.weight_form != "auto":
+            raise ConfigError(
+                f"weight_form is {self.weight_form!r}, and float8_products has a form of its own; leave one of them out"
+            )
         if self.deterministic and self.speculation.verification == "ratio":
             raise ConfigError(
                 "verification is 'ratio', which is not repeatable under load; set deterministic=False, or take "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepinfer_core.kernels.reference.adjust import LogitChanges
     from deepinfer_core.kernels.reference.coded import Weight
     from deepinfer_core.kernels.reference.filters import RowFilters
+    from deepinfer_core.kernels.reference.packed import PackedWeight
 
 __all__ = [
     "CODED_OPS",
@@ -41,6 +42,7 @@ __all__ = [
     "Kernels",
     "NamesLibraries",
     "OpContract",
+    "TakesPacked",
     "Unavailable",
 ]
 
@@ -182,7 +184,8 @@ OPS: Mapping[str, OpContract] = {
 # What runs after the forward pass, on sample rows only: no padding, and on a CPU torch does it.
 SAMPLING_OPS = frozenset(("adjust_logits", "filter_logits", "draw_token", "accept_drafts", "token_logprobs"))
 
-# Operations whose weights may be coded (reference/coded.py): an engine with float8_products gives them such weights.
+# Operations whose weights may be coded (reference/coded.py), as an engine with float8_products has them, or packed
+# (reference/packed.py).
 CODED_OPS = frozenset(("linear", "run_experts", "shared_expert"))
 CODED_RMS = 1.5e-2  # at most, of |out - ref| / (1 + |ref|) with coded weights; 7e-3 for the reference in bfloat16
 
@@ -234,4 +237,17 @@ class NamesLibraries(Protocol):
 
     def library_of(self, function: Callable[..., Any]) -> str | None:
         """The library that a function of `load` hands its work to, None for the provider's own kernel."""
+        ...
+
+
+@runtime_checkable
+class TakesPacked(Protocol):
+    """What a `KernelProvider` may have besides: kernels that decode packed weights tile by tile."""
+
+    packed_ops: frozenset[str]  # of `CODED_OPS`: those that take packed weights, with the bits of decoded ones
+
+    def arranged(self, weight: PackedWeight, halves: bool) -> Weight:
+        """The same values as these operations read them: an `ArrangedWeight`, or decoded where the kernels don't take
+        this one. `halves`: gate and up projections, side by side.
+        """
         ...

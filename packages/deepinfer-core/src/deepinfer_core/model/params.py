@@ -4,6 +4,7 @@ column.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,16 @@ from deepinfer_core.checkpoint.weights import (
     LayerWeights,
     ModelWeights,
     MoeWeights,
+    Product,
 )
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.errors import CheckpointError
 from deepinfer_core.kernels.reference.coded import Weight, code_columns
 from deepinfer_core.kernels.reference.norm_rope import rope_frequencies
+from deepinfer_core.kernels.reference.packed import ArrangedWeight, PackedWeight, join_columns
 
 __all__ = [
+    "Arrange",
     "AttentionParams",
     "DraftParams",
     "EngramParams",
@@ -33,6 +38,8 @@ __all__ = [
     "MoeParams",
     "build_params",
 ]
+
+type Arrange = Callable[[PackedWeight, bool], Weight]  # `arranged` of a provider (contract `TakesPacked`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,21 +143,28 @@ class ModelParams:
 
 
 def build_params(
-    weights: ModelWeights, config: ModelConfig, *, coded: bool = False, consume: bool = False
+    weights: ModelWeights,
+    config: ModelConfig,
+    *,
+    coded: bool = False,
+    arrange: Arrange | None = None,
+    consume: bool = False,
 ) -> ModelParams:
     """Transposes and joins; the numbers stay what they are.
 
-    `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py). `consume`:
-    layers and draft stages are taken out of `weights` one by one, so that the model is never held twice.
+    `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py). `arrange`
+    lays packed weights out for a provider's kernels; without it they are decoded. `consume`: layers and draft stages
+    are taken out of `weights` one by one, so that the model is never held twice.
     """
+    form = _Form(coded, arrange)
     rotary = config.qk_rope_head_dim
     device = weights.embed.device
     return ModelParams(
         embed=weights.embed,
         head=_kn(weights.head.to(weights.embed.dtype)),
         norm=weights.norm.float(),
-        layers=_layers(weights.layers, config.num_experts_per_tok, coded, consume),
-        draft=None if weights.draft is None else _draft(weights.draft, config, coded, consume),
+        layers=_layers(weights.layers, config.num_experts_per_tok, form, consume),
+        draft=None if weights.draft is None else _draft(weights.draft, config, form, consume),
         token_classes=weights.token_classes,
         pad_class=int(weights.token_classes[config.engram_pad_token_id]),
         frequencies=rope_frequencies(rotary, config.rope_theta, None).float().to(device),
@@ -162,24 +176,54 @@ def _kn(weight: Tensor) -> Tensor:
     return weight.transpose(-1, -2).contiguous()
 
 
-def _product(weight: Tensor, coded: bool) -> Weight:
-    """weight [.., N, K] -> [.., K, N]."""
-    return code_columns(weight.transpose(-1, -2)) if coded else _kn(weight)
+@dataclass(frozen=True)
+class _Form:
+    """What the weights of products become."""
+
+    coded: bool
+    arrange: Arrange | None
+
+    def product(self, weight: Product, *, halves: bool = False) -> Weight:
+        """weight [.., N, K], or packed -> [.., K, N]. `halves`: gate and up projections side by side."""
+        if isinstance(weight, Tensor):
+            return code_columns(weight.transpose(-1, -2)) if self.coded else _kn(weight)
+        if self.coded or self.arrange is None:
+            values = weight.decoded(weight.dtype)
+            return code_columns(values) if self.coded else values
+        return self.arrange(weight, halves)
+
+    def mlp(self, w1: Product, w3: Product, w2: Product) -> tuple[Weight, Weight]:
+        """Gate and up projections side by side, and the down projection; both arranged or neither."""
+        w13 = _side_by_side(w1, w3)
+        made = self.product(w13, halves=True), self.product(w2)
+        if isinstance(made[0], ArrangedWeight) != isinstance(made[1], ArrangedWeight):
+            decoded = _Form(self.coded, None)
+            made = decoded.product(w13), decoded.product(w2)
+        return made
 
 
-def _layers(weights: list[LayerWeights], num_chosen: int, coded: bool, consume: bool) -> tuple[LayerParams, ...]:
+def _side_by_side(w1: Product, w3: Product) -> Product:
+    """As columns of one product."""
+    if isinstance(w1, Tensor) and isinstance(w3, Tensor):
+        return torch.cat([w1, w3], -2)
+    if isinstance(w1, PackedWeight) and isinstance(w3, PackedWeight):
+        return join_columns(w1, w3)
+    raise CheckpointError("of an expert's gate and up projections one is quantized and the other is not")
+
+
+def _layers(weights: list[LayerWeights], num_chosen: int, form: _Form, consume: bool) -> tuple[LayerParams, ...]:
     count = len(weights)
-    return tuple(_layer(weights.pop(0) if consume else weights[i], num_chosen, coded) for i in range(count))
+    return tuple(_layer(weights.pop(0) if consume else weights[i], num_chosen, form) for i in range(count))
 
 
-def _layer(w: LayerWeights, num_chosen: int, coded: bool) -> LayerParams:
+def _layer(w: LayerWeights, num_chosen: int, form: _Form) -> LayerParams:
     return LayerParams(
         attn_norm=w.attn_norm.float(),
         ffn_norm=w.ffn_norm.float(),
         hc_attn=_hyper(w.hc_attn),
         hc_ffn=_hyper(w.hc_ffn),
-        attn=_attention(w.attn, coded),
-        ffn=_moe(w.ffn, num_chosen, coded),
+        attn=_attention(w.attn, form),
+        ffn=_moe(w.ffn, num_chosen, form),
         engram=None if w.engram is None else _engram(w.engram),
     )
 
@@ -191,7 +235,7 @@ def _hyper(w: HyperWeights) -> HyperParams:
     return HyperParams(_kn(w.fn), w.base, torch.repeat_interleave(w.scale, widths))
 
 
-def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
+def _attention(w: AttentionWeights, form: _Form) -> AttentionParams:
     parts = [w.wq_a, w.wkv] + ([] if w.indexer is None else [w.indexer.weights_proj])
     compressor = None
     if w.compressor is not None:
@@ -202,10 +246,10 @@ def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
         input_widths=tuple(part.shape[0] for part in parts),
         q_norm=w.q_norm.float(),
         kv_norm=w.kv_norm.float(),
-        query_proj=_product(w.wq_b, coded),
-        index_query_proj=None if w.indexer is None else _product(w.indexer.wq_b, coded),
+        query_proj=form.product(w.wq_b),
+        index_query_proj=None if w.indexer is None else form.product(w.indexer.wq_b),
         wo_a=_kn(w.wo_a),
-        wo_b=_product(w.wo_b, coded),
+        wo_b=form.product(w.wo_b),
         sink=w.sink,
         compressor_proj=compressor,
         compressor_norm=None if w.compressor is None else w.compressor.norm.float(),
@@ -214,15 +258,17 @@ def _attention(w: AttentionWeights, coded: bool) -> AttentionParams:
     )
 
 
-def _moe(w: MoeWeights, num_chosen: int, coded: bool) -> MoeParams:
+def _moe(w: MoeWeights, num_chosen: int, form: _Form) -> MoeParams:
+    w13, w2 = form.mlp(w.w1, w.w3, w.w2)
+    shared_w13, shared_w2 = form.mlp(w.shared_w1, w.shared_w3, w.shared_w2)
     return MoeParams(
         gate=_kn(w.gate),
         bias=w.bias,
         bias_vl=w.bias_vl,
-        w13=_product(torch.cat([w.w1, w.w3], 1), coded),
-        w2=_product(w.w2, coded),
-        shared_w13=_product(torch.cat([w.shared_w1, w.shared_w3]), coded),
-        shared_w2=_product(w.shared_w2, coded),
+        w13=w13,
+        w2=w2,
+        shared_w13=shared_w13,
+        shared_w2=shared_w2,
         num_chosen=num_chosen,
     )
 
@@ -239,11 +285,11 @@ def _engram(w: EngramWeights) -> EngramParams:
     )
 
 
-def _draft(w: DraftWeights, config: ModelConfig, coded: bool, consume: bool) -> DraftParams:
+def _draft(w: DraftWeights, config: ModelConfig, form: _Form, consume: bool) -> DraftParams:
     return DraftParams(
         main_proj=_kn(w.main_proj),
         main_norm=w.main_norm.float(),
-        stages=_layers(w.stages, config.dspark_num_experts_per_tok, coded, consume),
+        stages=_layers(w.stages, config.dspark_num_experts_per_tok, form, consume),
         norm=w.norm.float(),
         markov_embed=w.markov_embed,
         markov_head=_kn(w.markov_head),

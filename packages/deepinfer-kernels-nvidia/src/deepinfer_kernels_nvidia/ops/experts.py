@@ -19,10 +19,12 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
+from deepinfer_core.kernels.reference.packed import ArrangedWeight
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program
 from deepinfer_kernels_nvidia.ops.coded import run_experts_coded, shared_expert_coded
 from deepinfer_kernels_nvidia.ops.expert_slots import plan_slots
 from deepinfer_kernels_nvidia.ops.linear import linear
+from deepinfer_kernels_nvidia.ops.packed import PairTiles, experts_packed, gated_packed
 from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, is_streamed, read_sums
 from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS
 
@@ -217,20 +219,24 @@ def plan_experts(ids: Tensor, num_experts: int) -> ExpertTiles:
 
 
 def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2: Weight, limit: float) -> Tensor:
-    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D], all but weights bf16, or w13 and w2 coded -> [R, k, D];
-    see contract `run_experts`. Raises KernelError for other dtypes.
+    """x [R, D], weights [R, k], w13 [E, D, 2 I], w2 [E, I, D], all but weights bf16, or w13 and w2 coded or arranged ->
+    [R, k, D]; see contract `run_experts`. Raises KernelError for other dtypes.
     """
     if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
         return run_experts_coded(x, weights, tiles.slot_pair, tiles.tile_expert, w13, w2, limit)
-    w13, w2 = _plain(x, w13, w2)
     (rows, choices), dim = weights.shape, x.shape[1]
     experts, width = w2.shape[0], w2.shape[1]
     out = torch.empty(rows * choices, dim, dtype=x.dtype, device=x.device)
     if out.numel():
         slots = torch.empty(len(tiles.slot_pair), dim, dtype=x.dtype, device=x.device)
-        act = torch.empty(len(tiles.slot_pair), width, dtype=x.dtype, device=x.device)
         gather_tiles_program(dim, choices)(aligned(x), tiles.slot_pair, slots)
         scale = weights.float().flatten()
+        if isinstance(w13, ArrangedWeight) and isinstance(w2, ArrangedWeight):
+            pairs = PairTiles(tiles.slot_pair, tiles.tile_expert, scale)
+            experts_packed(slots, pairs, w13, w2, out, rows, limit)
+            return out.view(rows, choices, dim)
+        w13, w2 = _plain(x, w13, w2)
+        act = torch.empty(len(tiles.slot_pair), width, dtype=x.dtype, device=x.device)
         launch = gated_program(experts, dim, width, True, False)
         launch(slots, aligned(w13), tiles.slot_pair, tiles.tile_expert, scale, act, limit)
         down_program(experts, width, dim)(act, aligned(w2), tiles.slot_pair, tiles.tile_expert, out)
@@ -238,11 +244,13 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2:
 
 
 def shared_expert(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
-    """x [R, D], w13 [D, 2 I], w2 [I, D], all bf16, or w13 and w2 coded -> [R, D]; see contract `shared_expert`. Raises
-    KernelError.
+    """x [R, D], w13 [D, 2 I], w2 [I, D], all bf16, or w13 and w2 coded or arranged -> [R, D]; see contract
+    `shared_expert`. Raises KernelError.
     """
     if isinstance(w13, CodedWeight) and isinstance(w2, CodedWeight):
         return shared_expert_coded(x, w13, w2, limit)
+    if isinstance(w13, ArrangedWeight):
+        return linear(gated_packed(x, w13, limit), w2)
     w13, w2 = _plain(x, w13, w2)
     rows, width = x.shape[0], w2.shape[0]
     act = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -266,8 +274,8 @@ def combine_experts(pairs: Tensor, shared: Tensor) -> Tensor:
 
 def _plain(x: Tensor, w13: Weight, w2: Weight) -> tuple[Tensor, Tensor]:
     """The weights, which must be in bfloat16 as x is."""
-    if isinstance(w13, CodedWeight) or isinstance(w2, CodedWeight):
-        raise KernelError("of an expert's weights one is coded and the other is not")
+    if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+        raise KernelError(f"an expert's weights are {type(w13).__name__} and {type(w2).__name__}; both need one form")
     if x.dtype != torch.bfloat16 or w13.dtype != torch.bfloat16:
         raise KernelError(f"the expert kernels take bfloat16, not {x.dtype} by {w13.dtype}")
     return w13, w2

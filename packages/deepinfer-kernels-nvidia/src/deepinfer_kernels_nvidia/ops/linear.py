@@ -17,9 +17,11 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
+from deepinfer_core.kernels.reference.packed import ArrangedWeight, PackedWeight
 from deepinfer_kernels_nvidia.jit import T, aligned, dtype_name, program, tma_ready
 from deepinfer_kernels_nvidia.ops.coded import linear_coded
 from deepinfer_kernels_nvidia.ops.linear_float32 import linear_float32
+from deepinfer_kernels_nvidia.ops.packed import linear_packed
 from deepinfer_kernels_nvidia.ops.tensor_memory import accumulate, read_sums
 from deepinfer_kernels_nvidia.ops.tiling import FEW_ROWS, few_columns, tile_columns
 
@@ -80,11 +82,15 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [R, K] @ weight [K, N] -> [R, N], both bf16 or both float32, or a coded weight; see contract `linear`. Raises
-    KernelError.
+    """x [R, K] @ weight [K, N] -> [R, N], both bf16 or both float32, or a coded or arranged weight; see contract
+    `linear`. Raises KernelError.
     """
     if isinstance(weight, CodedWeight):
         return linear_coded(x, weight)
+    if isinstance(weight, ArrangedWeight):
+        return linear_packed(x, weight)
+    if isinstance(weight, PackedWeight):
+        raise KernelError("a packed weight comes to these kernels arranged (`arranged`)")
     if x.dtype == torch.float32 and weight.dtype == torch.float32:
         return linear_float32(x, weight)
     return grouped_linear(x[:, None], weight[None])[:, 0]

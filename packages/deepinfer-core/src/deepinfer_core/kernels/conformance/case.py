@@ -46,3 +46,4 @@ class Case:
     run: Run
     by_row: bool = True  # outputs have one row an input row
     coded: bool = False  # its weights are coded; only for operations that a provider takes such weights for
+    packed: bool = False  # or packed

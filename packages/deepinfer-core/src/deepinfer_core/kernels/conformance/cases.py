@@ -7,6 +7,7 @@ rows that see nothing, ties.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from deepinfer_core.kernels.conformance.case import CacheContent, Case, Inputs
 from deepinfer_core.kernels.conformance.sampling_cases import sampling_cases
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.coded import code_columns
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, pack_columns
 from deepinfer_core.kernels.reference.records import COMPRESSED, INDEX, WINDOW, RecordFormat
 from deepinfer_core.kernels.reference.rounding import round_index
 
@@ -57,6 +59,9 @@ def _products() -> Iterator[Case]:
                 return (o.linear(r["x"], code_columns(s["w"])),)
 
             yield Case("linear", f"{k}x{n}-coded", make, coded, coded=True)
+            for form in (FP4_ROWS, FP8_ROWS):
+                name = f"{k}x{n}-fp{form.value_bits}"
+                yield Case("linear", name, make, partial(_packed_linear, form), packed=True)
     for k, n in ((128, 384), (5120, 1000)):
 
         def make_head(rows: int, g: torch.Generator, k: int = k, n: int = n) -> tuple[Inputs, Inputs]:
@@ -298,12 +303,29 @@ def _experts() -> Iterator[Case]:
         if dim % _CODED_UNIT == width % _CODED_UNIT == 0:
             yield Case("run_experts", f"{name}-coded", make, _run_coded_experts, coded=True)
             yield Case("shared_expert", f"{name}-coded", make, _run_coded_shared_expert, coded=True)
+            yield Case("run_experts", f"{name}-packed", make, _run_packed_experts, packed=True)
+            yield Case("shared_expert", f"{name}-packed", make, _run_packed_shared_expert, packed=True)
         yield Case("combine_experts", name, make, lambda o, r, s: (o.combine_experts(r["pairs"], r["shared"]),))
 
 
 def _run_coded_experts(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
     plan = o.plan_experts(r["ids"], s["w13"].shape[0])
     return (o.run_experts(r["x"], r["weights"], plan, code_columns(s["w13"]), code_columns(s["w2"]), 1.5),)
+
+
+def _packed_linear(form: RecordFormat, o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+    return (o.linear(r["x"], pack_columns(s["w"], form)),)
+
+
+def _run_packed_experts(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+    plan = o.plan_experts(r["ids"], s["w13"].shape[0])
+    w13, w2 = pack_columns(s["w13"], FP4_ROWS), pack_columns(s["w2"], FP4_ROWS)
+    return (o.run_experts(r["x"], r["weights"], plan, w13, w2, 1.5),)
+
+
+def _run_packed_shared_expert(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:
+    w13, w2 = pack_columns(s["w13"][0], FP8_ROWS), pack_columns(s["w2"][0], FP8_ROWS)
+    return (o.shared_expert(r["x"], w13, w2, 1.5),)
 
 
 def _run_coded_shared_expert(o: Kernels, r: Inputs, s: Inputs) -> tuple[Tensor, ...]:

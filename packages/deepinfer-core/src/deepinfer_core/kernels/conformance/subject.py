@@ -7,6 +7,7 @@ with an engine the same operations would run. The rest comes from the reference 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import resources
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.conformance.cases import CacheContent, Case, Inputs
-from deepinfer_core.kernels.contract import CODED_OPS, OPS, Capability, Kernels
+from deepinfer_core.kernels.contract import CODED_OPS, OPS, Capability, Kernels, TakesPacked
 from deepinfer_core.kernels.reference import REFERENCE
+from deepinfer_core.kernels.reference.coded import Weight
+from deepinfer_core.kernels.reference.packed import PackedWeight
 from deepinfer_core.kernels.registry import native_status, provider_statuses
 
-__all__ = ["ConformanceSubject", "find_subject", "make_inputs"]
+__all__ = ["ConformanceSubject", "find_subject", "make_inputs", "with_weights"]
 
 # What the model keeps in float32 whatever its compute dtype: mHC, bias of the router, sinks, rope tables, scores,
 # confidence head.
@@ -31,11 +34,14 @@ _ALWAYS_FLOAT32 = frozenset(
 
 @dataclass(frozen=True)
 class ConformanceSubject:
-    """A provider's table, the operations that are its own, those that take coded weights, and where it computes."""
+    """A provider's table, the operations that are its own, those that take coded and packed weights, and where it
+    computes. What is packed is arranged on the way to the table.
+    """
 
     table: Kernels
     own: frozenset[str]
     coded: frozenset[str]
+    packed: frozenset[str]
     device: str
     cache_form: str
     dtype: torch.dtype
@@ -46,6 +52,8 @@ class ConformanceSubject:
             return f"{case.op} comes from the reference in {str(self.dtype).removeprefix('torch.')}"
         if case.coded and case.op not in self.coded:
             return f"{case.op} takes no coded weights here"
+        if case.packed and case.op not in self.packed:
+            return f"{case.op} takes no packed weights here"
         return None
 
 
@@ -54,7 +62,8 @@ def find_subject(name: str, dtype: torch.dtype | None) -> ConformanceSubject:
     where it is not installed or cannot run here.
     """
     if name == "reference":
-        return ConformanceSubject(REFERENCE, frozenset(OPS), CODED_OPS, "cpu", "plain", dtype or torch.float32)
+        every = frozenset(OPS)
+        return ConformanceSubject(REFERENCE, every, CODED_OPS, CODED_OPS, "cpu", "plain", dtype or torch.float32)
     found = {status.name: status for status in [*provider_statuses(), native_status()]}
     if name not in found:
         raise KernelError(f"provider {name!r} is not installed; installed: {', '.join(found) or 'none'}")
@@ -67,10 +76,28 @@ def find_subject(name: str, dtype: torch.dtype | None) -> ConformanceSubject:
     )
     offered = provider.load()
     own = frozenset(op for op in offered if provider.unsupported(op, config, dtype) is None)
-    # An engine takes coded weights for all of its products or for none.
+    # An engine takes coded or packed weights for all of its products or for none.
     coded = provider.coded_ops if provider.coded_ops <= own else frozenset[str]()
-    table = replace(REFERENCE, **{op: offered[op] for op in own})
-    return ConformanceSubject(table, own, coded, ability.device, provider.cache_form, dtype)
+    table, packed = replace(REFERENCE, **{op: offered[op] for op in own}), frozenset[str]()
+    if isinstance(provider, TakesPacked) and provider.packed_ops <= own:
+        table, packed = with_weights(table, provider.arranged), provider.packed_ops
+    return ConformanceSubject(table, own, coded, packed, ability.device, provider.cache_form, dtype)
+
+
+def with_weights(table: Kernels, prepare: Callable[[PackedWeight, bool], Weight]) -> Kernels:
+    """`table`, whose packed weights go through `prepare(weight, halves)` first."""
+
+    def made(weight: Weight, halves: bool = False) -> Weight:
+        return prepare(weight, halves) if isinstance(weight, PackedWeight) else weight
+
+    return replace(
+        table,
+        linear=lambda x, weight: table.linear(x, made(weight)),
+        run_experts=lambda x, weights, plan, w13, w2, limit: table.run_experts(
+            x, weights, plan, made(w13, True), made(w2), limit
+        ),
+        shared_expert=lambda x, w13, w2, limit: table.shared_expert(x, made(w13, True), made(w2), limit),
+    )
 
 
 def make_inputs(case: Case, rows: int, device: str, cache_form: str, dtype: torch.dtype) -> tuple[Inputs, Inputs]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.conformance.cases import Case, Inputs, all_cases
-from deepinfer_core.kernels.conformance.subject import ConformanceSubject, find_subject, make_inputs
+from deepinfer_core.kernels.conformance.subject import ConformanceSubject, find_subject, make_inputs, with_weights
 from deepinfer_core.kernels.contract import CODED_RMS, OPS
 from deepinfer_core.kernels.reference import REFERENCE
 
@@ -91,6 +91,19 @@ def test_a_row_does_not_depend_on_the_other_rows(case: Case, provider: Conforman
             assert torch.equal(got, want[start : start + count]), (
                 f"rows {start}..{start + count - 1} changed with their company"
             )
+
+
+@pytest.mark.parametrize("rows", _ROW_COUNTS)
+@pytest.mark.parametrize("case", [case for case in _CASES if case.packed], ids=lambda case: f"{case.op}-{case.name}")
+def test_packed_weights_give_the_bits_of_decoded_ones(
+    case: Case, rows: int, provider: ConformanceSubject, dtype: torch.dtype
+) -> None:
+    if (reason := provider.skips(case)) is not None:
+        pytest.skip(reason)
+    inputs = make_inputs(case, rows, provider.device, provider.cache_form, dtype)
+    decoded = with_weights(provider.table, lambda weight, halves: weight.decoded(weight.dtype))
+    for got, want in zip(case.run(provider.table, *inputs), case.run(decoded, *inputs), strict=True):
+        assert torch.equal(got, want)
 
 
 def _in_float32(inputs: Inputs) -> Inputs:

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.reference.packed import ArrangedWeight, PackedWeight
 from deepinfer_core.kernels.reference.rounding import ceil_power_of_two
 
-__all__ = ["CodedWeight", "Weight", "code_columns", "round_rows"]
+__all__ = ["CodedWeight", "Weight", "code_columns", "plain_weight", "round_rows"]
 
 _LARGEST = 448.0
 _LEAST = 1e-4  # of what a row's scale is made for, as in the original
 
-type Weight = Tensor | CodedWeight
+type Weight = Tensor | CodedWeight | PackedWeight | ArrangedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,15 @@ class CodedWeight:
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The values [.., K, N]; exact in bfloat16 and float32."""
         return (self.codes.to(dtype) * self.scale[..., None].to(dtype)).transpose(-1, -2).contiguous()
+
+
+def plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The values of a weight in any form [.., K, N]. Raises KernelError for one that a provider arranged for itself."""
+    if isinstance(weight, Tensor):
+        return weight
+    if isinstance(weight, ArrangedWeight):
+        raise KernelError("a weight that is arranged for a provider's kernels came to the reference")
+    return weight.decoded(dtype)
 
 
 def code_columns(weight: Tensor) -> CodedWeight:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, plain_weight, round_rows
 
 __all__ = ["ROW_TILE", "grouped_linear", "head_logits", "linear", "pad_rows", "tile_product"]
 
@@ -35,7 +35,8 @@ def pad_rows(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [R, K] @ weight [K, N] -> [R, N]; bits of row r depend on x[r] and weight only."""
     if isinstance(weight, CodedWeight):
-        x, weight = round_rows(x), weight.decoded(x.dtype)
+        x = round_rows(x)
+    weight = plain_weight(weight, x.dtype)
     rows = x.shape[0]
     tiles = pad_rows(x).unflatten(0, (-1, ROW_TILE))  # [n, 8, K]
     out = tile_product(tiles, weight.expand(tiles.shape[0], -1, -1)).flatten(0, 1)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, plain_weight, round_rows
 from deepinfer_core.kernels.reference.elementwise import silu, softplus
 from deepinfer_core.kernels.reference.linear import ROW_TILE, linear, tile_product
 from deepinfer_core.kernels.reference.topk import top_k_set
@@ -86,15 +86,15 @@ def run_experts(x: Tensor, weights: Tensor, tiles: ExpertTiles, w13: Weight, w2:
     """
     rows, k = weights.shape
     if isinstance(w13, CodedWeight):
-        x, w13 = round_rows(x), w13.decoded(x.dtype)
+        x = round_rows(x)
     slots = tiles.num_tiles * ROW_TILE
     grouped = x.new_zeros(slots, x.shape[1]).index_copy(0, tiles.pair_slot, x.repeat_interleave(k, 0))
     scale = weights.new_zeros(slots).index_copy(0, tiles.pair_slot, weights.flatten())
-    hidden = _tile_product(grouped.view(tiles.num_tiles, ROW_TILE, -1), w13, tiles)
+    hidden = _tile_product(grouped.view(tiles.num_tiles, ROW_TILE, -1), plain_weight(w13, x.dtype), tiles)
     act = (swiglu(hidden, limit) * scale.view(tiles.num_tiles, ROW_TILE, 1)).to(x.dtype)
     if isinstance(w2, CodedWeight):
-        act, w2 = round_rows(act), w2.decoded(x.dtype)
-    out = _tile_product(act, w2, tiles).flatten(0, 1)
+        act = round_rows(act)
+    out = _tile_product(act, plain_weight(w2, x.dtype), tiles).flatten(0, 1)
     return out.index_select(0, tiles.pair_slot).view(rows, k, -1)
 
 

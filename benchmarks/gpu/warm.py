@@ -45,12 +45,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes (8)")
     parser.add_argument("--coded", action="store_true", help="with the programs of float8_products")
+    parser.add_argument("--packed", action="store_true", help="with the programs of weight_form=packed")
     parser.add_argument("models", nargs="+", help=f"of {', '.join(MODELS)}, each perhaps with :local experts")
     arguments = parser.parse_args()
     wanted: list[tuple[str, tuple[Any, ...]]] = []
     for model in arguments.models:
         name, _, local = model.partition(":")
-        wanted += variants(MODELS[name](), int(local) if local else None, coded=arguments.coded)
+        wanted += variants(
+            MODELS[name](), int(local) if local else None, coded=arguments.coded, packed=arguments.packed
+        )
     start, failed = time.perf_counter(), 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(compile_one, *variant) for variant in dict.fromkeys(wanted)]

@@ -34,7 +34,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConformanceSub
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.Program, "__call__", lambda self, *parameters: programs.launch_of(self, parameters))
         yield ConformanceSubject(
-            replace(REFERENCE, **own), frozenset(own), frozenset(), "cpu", "packed", torch.bfloat16
+            replace(REFERENCE, **own), frozenset(own), frozenset(), frozenset(), "cpu", "packed", torch.bfloat16
         )
 
 

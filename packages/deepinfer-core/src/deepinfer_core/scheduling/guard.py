@@ -38,6 +38,7 @@ _STAY = 1.01  # another policy must promise so many times the rate of the curren
 _PROBE_SHARE = 0.0075  # of the time
 _REST_SHARE = 0.005  # of the time, for steps without drafting
 _REST_STEPS = 8  # at least, between them
+_SKIPPED_STEPS = 2  # at a time: the first still verifies drafts, the second is what a step would be without any
 _PROBE_REQUESTS = 4
 _LONGEST_PROBE_STEPS = 64
 _WARM_UP_STEPS = 16  # rows of context with which a drafter is nearly as good as with a window of them
@@ -70,7 +71,7 @@ class DraftGuard:
         self._steps = 0  # since the last review, or in the stage
         self._saved_s = 0.0  # for the next probe, or the next step without drafting
         self._worth = 0.0  # of drafting a step, in steps without
-        self._skips = False  # this step goes without
+        self._skips = 0  # so many steps, with this one, go without
         self._since_skip = 0
         self._judged_load = 0
         self._turn = 0  # whose turn it is to be probed
@@ -80,7 +81,11 @@ class DraftGuard:
     def begin_step(self, num_requests: int, other_rows: int) -> None:
         """A step with `num_requests` > 0 decoding requests and `other_rows` rows is planned: set policy and stage."""
         self._steps += 1
-        self._skips = self.policy is not DraftPolicy.NONE and self._may_skip(num_requests, other_rows)
+        self._skips = max(0, self._skips - 1)
+        if self.policy is DraftPolicy.NONE:
+            self._skips = 0
+        elif self._skips == 0 and self._may_skip(num_requests, other_rows):
+            self._skips = _SKIPPED_STEPS
         is_other_load = not 1 / _OTHER_LOAD <= num_requests / max(1, self._judged_load) <= _OTHER_LOAD
         if self._stage is not _Stage.REST:
             self._go_on(num_requests, other_rows)
@@ -123,10 +128,15 @@ class DraftGuard:
             return False
         step_s = float(self._cost.verify_seconds(num_requests + other_rows, 1)[0])
         self._saved_s += _REST_SHARE * step_s
-        if self._saved_s < step_s * self._worth:
+        if self._saved_s < _SKIPPED_STEPS * step_s * self._worth:
             return False
         self._saved_s, self._since_skip = 0.0, 0
         return True
+
+    @property
+    def _context_share(self) -> float:
+        """Of the known seconds of a step, what it would save without drafting."""
+        return 0.0 if self.policy is DraftPolicy.NONE else _CONTEXT_SHARE
 
     # ---- judgement --------------------------------------------------------------------------------------------------
 
@@ -143,7 +153,7 @@ class DraftGuard:
         seconds = cost.verify_seconds_at(at)
         rate = tokens / (seconds + cost.draft_seconds(num_requests))
         return {
-            DraftPolicy.NONE: num_requests / float(seconds[0]),
+            DraftPolicy.NONE: num_requests / (float(seconds[0]) * (1.0 - self._context_share)),
             DraftPolicy.FIXED: float(rate[-1]),
             DraftPolicy.SCHEDULED: float(rate.max()),
         }

@@ -53,6 +53,15 @@ def test_the_command_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_the_command_says_that_answers_are_compact_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(_SCHEMA))
+    assert main(["grammar", "--json", str(file), "--accepts", '{"name": "Ada", "age": 36}']) == 1
+    verdict, hint, _ = capsys.readouterr().out.splitlines()
+    assert verdict == 'no: illegal at character 8, " "; there must come "\\""'
+    assert hint == "answers to a schema are compact JSON, without spaces between their parts"
+
+
 def test_the_command_says_where_it_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grammar", "--regex", "\u00e9[ab]c", "--accepts", "\u00e9a\u00e9"]) == 1
     assert capsys.readouterr().out.splitlines()[0] == 'no: illegal at character 2, "\u00e9"; there must come "c"'

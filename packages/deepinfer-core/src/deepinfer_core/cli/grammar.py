@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.accepts == "-" else args.accepts
     verdict = check_text(_structured(args), text)
     print("yes" if verdict.accepted else f"no: {_reason(verdict, text)}")
+    if args.json is not None and verdict.position is not None and text[verdict.position :][:1].isspace():
+        print("answers to a schema are compact JSON, without spaces between their parts")
     print(f"enforced: {', '.join(verdict.enforced) or 'nothing'}")
     if verdict.ignored:
         print(f"not JSON Schema, so without effect: {', '.join(verdict.ignored)}")

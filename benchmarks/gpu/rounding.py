@@ -31,7 +31,7 @@ from benchmarks.gpu.subjects import Agreement, Subject, subjects
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.cache_ops import KeyPlan
-from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, round_rows
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, plain_weight, round_rows
 from deepinfer_core.kernels.reference.mhc import next_of
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, read_rows
 
@@ -68,7 +68,8 @@ def rounding_table(points: Iterable[str], order: int = 0) -> Kernels:
     def linear(x: Tensor, weight: Weight) -> Tensor:
         """In another order of the sum over K."""
         if isinstance(weight, CodedWeight):
-            x, weight = round_rows(x), weight.decoded(x.dtype)
+            x = round_rows(x)
+        weight = plain_weight(weight, x.dtype)
         if order:
             turn = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(order))
             x, weight = x[:, turn], weight[turn]
@@ -145,7 +146,7 @@ def rounding_table(points: Iterable[str], order: int = 0) -> Kernels:
 def _of_expert(weight: Weight, expert: int) -> Weight:
     if isinstance(weight, CodedWeight):
         return CodedWeight(weight.codes[expert], weight.scale[expert], weight.dtype)
-    return weight[expert]
+    return plain_weight(weight, weight.dtype)[expert]
 
 
 def runs(orders: int, single_points: bool) -> Iterator[tuple[str, frozenset[str], int]]:

@@ -17,6 +17,7 @@ from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import OPS, Capability
 from deepinfer_core.kernels.reference import REFERENCE
 from deepinfer_core.kernels.reference.coded import code_columns
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, ArrangedWeight
 from deepinfer_core.kernels.reference.records import COMPRESSED, WINDOW, pack
 from deepinfer_core.kernels.registry import KernelChoice, build_kernels
 from deepinfer_kernels_nvidia.provider import NvidiaProvider
@@ -269,8 +270,9 @@ def test_scales_of_a_weight_are_packed_once(deep_gemm: FakeDeepGemm) -> None:
         (torch.zeros(2, 64).bfloat16(), torch.zeros(64, 12).bfloat16()),
         (torch.zeros(0, 64).bfloat16(), torch.zeros(64, 48).bfloat16()),
         (torch.zeros(2, 64).bfloat16(), code_columns(torch.ones(64, 24).bfloat16())),
+        (torch.zeros(2, 64).bfloat16(), ArrangedWeight(torch.zeros(1), FP4_ROWS, (64, 48), torch.bfloat16)),
     ],
-    ids=["float32", "inner side", "columns", "no rows", "columns of codes"],
+    ids=["float32", "inner side", "columns", "no rows", "columns of codes", "packed"],
 )
 def test_products_that_deep_gemm_refuses_run_our_kernel(
     deep_gemm: FakeDeepGemm, monkeypatch: pytest.MonkeyPatch, x: Tensor, w: Any

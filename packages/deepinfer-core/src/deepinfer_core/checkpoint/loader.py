@@ -209,7 +209,7 @@ def _attention(source: _Source, config: ModelConfig, layer: int, prefix: str) ->
 
 def _moe(source: _Source, layer: int, prefix: str) -> MoeWeights:
     expert_ids = source.selection.expert_ids(layer)
-    routed = {matrix: source.experts(prefix, expert_ids, matrix) for matrix in names.EXPERT}
+    routed: dict[str, Any] = {matrix: source.experts(prefix, expert_ids, matrix) for matrix in names.EXPERT}
     return MoeWeights(**source.block(f"{prefix}.ffn.", names.MOE), **routed, expert_ids=expert_ids)
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer_core.kernels.reference.coded import CodedWeight, Weight
+from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, plain_weight
 from deepinfer_kernels_nvidia.jit import aligned
 from deepinfer_kernels_nvidia.ops import experts as own_experts
 from deepinfer_kernels_nvidia.ops.coded import code_rows_program
@@ -91,7 +91,8 @@ def _takes(x: Tensor, *weights: Weight) -> bool:
     coded = isinstance(weights[0], CodedWeight)
     unit = _UNIT_BYTES if coded else _UNIT_BYTES // 2
     sides = [side for weight in weights for side in weight.shape[-2:]]
-    alike = all(isinstance(weight, CodedWeight) == coded and weight.dtype == torch.bfloat16 for weight in weights)
+    form = CodedWeight if coded else Tensor  # those that are packed are ours
+    alike = all(isinstance(weight, form) and weight.dtype == torch.bfloat16 for weight in weights)
     return x.numel() > 0 and x.dtype == torch.bfloat16 and alike and all(side % unit == 0 for side in sides)
 
 
@@ -112,7 +113,8 @@ def _product(x: Tensor, weight: Weight, layout: Tensor) -> Tensor:
             _coded_rows(x), (codes, _scales_of(weight)), out, layout, recipe_a=_RECIPE, recipe_b=_RECIPE
         )
     else:
-        library.m_grouped_bf16_gemm_nn_contiguous(aligned(x), weight.view(-1, *weight.shape[-2:]), out, layout)
+        values = plain_weight(weight, torch.bfloat16)
+        library.m_grouped_bf16_gemm_nn_contiguous(aligned(x), values.view(-1, *values.shape[-2:]), out, layout)
     return out
 
 

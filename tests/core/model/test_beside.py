@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepinfer_core.model import beside as module
-from deepinfer_core.model.beside import beside
+from deepinfer_core.model.beside import all_joined, beside
 
 GPU = torch.device("cuda", 5)
 
@@ -60,7 +60,7 @@ class Device:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(module, "_idle", module._IdleStreams())
+    monkeypatch.setattr(module, "_streams", module._Streams())
     return device
 
 
@@ -95,6 +95,27 @@ def test_a_stream_whose_work_failed_is_waited_for_and_taken_again(gpu: Device) -
         beside(fail, GPU)
     beside(lambda: gpu.run("next"), GPU).join()
     assert gpu.log == ["s1 waits for s0", "s0 waits for s1", "s1 waits for s0", "next on s1", "s0 waits for s1"]
+
+
+def test_what_a_failed_step_left_beside_is_joined_before_what_comes_next(gpu: Device) -> None:
+    @all_joined()
+    def step() -> None:
+        beside(lambda: gpu.run("first"), GPU)
+        beside(lambda: gpu.run("second"), GPU)
+        beside(lambda: gpu.run("third"), GPU).join()
+        raise MemoryError
+
+    caller = beside(lambda: gpu.run("caller's"), GPU)
+    with pytest.raises(MemoryError):
+        step()
+    gpu.run("next step")
+    assert gpu.log[-4:] == ["s0 waits for s4", "s0 waits for s3", "s0 waits for s2", "next step on s0"]
+    caller.join()
+    assert gpu.log[-1] == "s0 waits for s1"
+    step_streams = len(gpu.streams)
+    with pytest.raises(MemoryError):
+        step()
+    assert len(gpu.streams) == step_streams
 
 
 def test_threads_share_no_streams(gpu: Device) -> None:

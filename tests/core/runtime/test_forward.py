@@ -112,6 +112,28 @@ def test_a_step_of_most_rows_is_captured_where_these_fill_no_whole_tiles(tiny_a:
     captured.close()
 
 
+def test_shapes_that_could_not_be_captured_are_named_and_stay_eager(
+    tiny_a: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoMemory(RerunCapture):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tries = 0
+
+        def record[Output](self, work: Callable[[], Output]) -> tuple[Output, Callable[[], None]]:
+            self.tries += 1
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    capture = NoMemory()
+    eager, captured = runner_of(tiny_a, None), runner_of(tiny_a, capture)
+    for plan in [prompts_step(tiny_a)] + [held_step([0, 1, 2], [3, 3, 3])] * 4:
+        assert_equal(captured.run(plan), eager.run(plan))
+    assert capture.tries == 2  # one shape of steps, one of draft blocks
+    assert caplog.text.count("could not be captured and stay eager: tried to allocate 2 GiB") == capture.tries
+    eager.close()
+    captured.close()
+
+
 def test_buckets_pad_by_an_eighth_at_most() -> None:
     for size in range(1, 3000):
         found = bucket(size)

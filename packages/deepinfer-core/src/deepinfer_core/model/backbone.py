@@ -18,6 +18,7 @@ from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.attention import Selections, attention, write_global_entries
 from deepinfer_core.model.batch import Batch, RowSet
+from deepinfer_core.model.beside import all_joined
 from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import EngramParams, LayerParams, ModelParams
 from deepinfer_core.model.residual import Residual, run_sublayers
@@ -83,6 +84,7 @@ class Backbone:
         self.engram: EngramSource = engram or LocalEngram(params.engram_tables())
         self.vocabulary = OwnedRange.whole(config.vocab_size)
 
+    @all_joined()
     def forward(
         self,
         batch: Batch,

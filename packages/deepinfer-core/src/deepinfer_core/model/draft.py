@@ -20,6 +20,7 @@ from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.model.attention import project_output
 from deepinfer_core.model.backbone import Backbone
 from deepinfer_core.model.batch import Batch
+from deepinfer_core.model.beside import all_joined
 from deepinfer_core.model.moe import moe
 from deepinfer_core.model.params import AttentionParams, DraftParams
 from deepinfer_core.model.residual import Residual, run_sublayers
@@ -133,6 +134,7 @@ class Drafter:
         logits = self.backbone.head(states.normalized.flatten(0, 1))
         return DraftBlock(states.hidden, logits.view(*states.normalized.shape[:2], -1))
 
+    @all_joined()
     def run_stages(
         self,
         anchor: Tensor,

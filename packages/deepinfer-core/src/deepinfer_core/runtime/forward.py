@@ -9,10 +9,12 @@ On an accelerator both pieces are captured the second time that a shape comes by
 segments or table columns than its bucket is padded with rows that see nothing and write to trash rows. Prefill steps
 are not captured. A padded, replayed step gives the bits of an eager one wherever the kernels are row-invariant. The
 head is not captured: graphs share their memory, and logits that outlive the next one would have to be copied out of it.
+A shape that could not be captured, for want of memory as a rule, is named in a warning and stays eager.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
@@ -41,6 +43,8 @@ from deepinfer_core.parallel.communicator import Communicator
 from deepinfer_core.scheduling.plan import StepPlan
 
 __all__ = ["Capture", "CudaCapture", "Forward", "ForwardRows", "bucket"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 64  # kept; the one that was used longest ago goes first
 
@@ -99,7 +103,8 @@ class CudaCapture:
         recording: AbstractContextManager[None] = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
-        with recording:
+        # A recording that cannot end leaves its own stream current; the outer block doesn't.
+        with torch.cuda.stream(torch.cuda.current_stream()), recording:
             output = work()
         return output, graph.replay
 
@@ -133,6 +138,7 @@ class Forward:
         self.mask_decoder, self.most_rows, self.context = mask_decoder, most_rows, context
         self._capture = capture
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: seen once
+        self._refused: set[Hashable] = set()  # shapes that could not be captured
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -143,16 +149,15 @@ class Forward:
         shape = self._fixed_shape(plan) if given is None else None
         key = (shape, store_context)
         if shape is None or not self._is_known(key):
-            batch = build_batch(
-                plan, self.state, self.params, self.kernels, mask_decoder=self.mask_decoder, group=self.context
-            )
-            return self._eager(batch, given, store_context)
+            return self._eager(plan, given, store_context)
         arrays = pack_step(plan, self.state.layout, self.kernels.row_multiple, fixed=shape)
         graph: _Graph[_CapturedRows] | None = self._graphs[key]
         inputs = self._zeros(arrays.largest_size) if graph is None else graph.inputs
         inputs[: arrays.size].copy_(staged(arrays, inputs.device), non_blocking=True)
         if graph is None:
             graph = self._capture_step(key, arrays, inputs, store_context)
+        if graph is None:
+            return self._eager(plan, given, store_context)
         graph.replay()
         count = plan.num_rows
         rows = graph.output
@@ -161,8 +166,11 @@ class Forward:
         return ForwardRows(logits, rows.position[:count], rows.token[:count]), counts
 
     def _eager(
-        self, batch: Batch, given: GivenEmbeddings | None, store_context: bool
+        self, plan: StepPlan, given: GivenEmbeddings | None, store_context: bool
     ) -> tuple[ForwardRows | None, tuple[int, ...]]:
+        batch = build_batch(
+            plan, self.state, self.params, self.kernels, mask_decoder=self.mask_decoder, group=self.context
+        )
         out = self._layers(batch, given, store_context, with_logits=True)
         if out.logits is None:
             return None, out.rows_per_layer
@@ -188,7 +196,7 @@ class Forward:
 
     def _capture_step(
         self, key: Hashable, arrays: StepArrays, inputs: Tensor, store_context: bool
-    ) -> _Graph[_CapturedRows]:
+    ) -> _Graph[_CapturedRows] | None:
         shape, columns = arrays.shape, arrays.views(inputs)
 
         def work() -> _CapturedRows:
@@ -219,11 +227,15 @@ class Forward:
         inputs[3, segments:] = NOTHING_VISIBLE
         if graph is None:
             graph = self._capture_stages(self.drafter, key, inputs, num_steps)
+        if graph is None:
+            return self.drafter.make_block(anchor, anchor_position, slot, visible_from, self.state, num_steps)
         graph.replay()
         states = graph.output
         return self.drafter.with_logits(DraftStates(states.hidden[:segments], states.normalized[:segments]))
 
-    def _capture_stages(self, drafter: Drafter, key: Hashable, inputs: Tensor, num_steps: int) -> _Graph[DraftStates]:
+    def _capture_stages(
+        self, drafter: Drafter, key: Hashable, inputs: Tensor, num_steps: int
+    ) -> _Graph[DraftStates] | None:
         def work() -> DraftStates:
             anchor, anchor_position, slot, visible_from = inputs.unbind(0)
             return drafter.run_stages(anchor, anchor_position, slot, visible_from, self.state, num_steps)
@@ -234,6 +246,8 @@ class Forward:
 
     def _is_known(self, key: Hashable) -> bool:
         """Whether this shape came by before: its first step runs eagerly, which compiles and loads every kernel."""
+        if key in self._refused:
+            return False
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return True
@@ -242,10 +256,17 @@ class Forward:
             self._graphs.popitem(last=False)
         return False
 
-    def _keep[Output](self, key: Hashable, inputs: Tensor, work: Callable[[], Output]) -> _Graph[Output]:
+    def _keep[Output](self, key: Hashable, inputs: Tensor, work: Callable[[], Output]) -> _Graph[Output] | None:
+        """None where torch could not capture it: nothing has run then, so the caller may still run it eagerly."""
         if self._capture is None:
             raise ValueError("nothing is captured on this device")
-        output, replay = self._capture.record(work)
+        try:
+            output, replay = self._capture.record(work)
+        except RuntimeError as error:  # torch's own, lack of memory among them
+            _log.warning("steps of shape %s could not be captured and stay eager: %s", key, error)
+            self._refused.add(key)
+            del self._graphs[key]
+            return None
         graph = self._graphs[key] = _Graph(inputs, output, replay)
         return graph
 

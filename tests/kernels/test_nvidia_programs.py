@@ -41,6 +41,7 @@ HOT = (  # program, architecture, instructions in its machine code
     ("attend", "sm_100a", ("HMMA",)),
     ("index_scores", "sm_100a", ("HMMA", "UBLKCP")),  # ptxas turns e5m2 operands into f16 there
     ("write_records", "sm_100a", ("STG",)),
+    ("multiply_packed", "sm_100a", ("HMMA", "UTMALDG", "UBLKCP", "HMUL2.BF16_V2")),
 )
 IN_TENSOR_MEMORY = (  # program, parameters, shared bytes, columns of tensor memory, instruction of the product
     # Bytes: tiles in flight, of a value, depth, rows and columns; the scales of coded tiles lie before them.

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,23 @@ from benchmarks.gpu.ops import ceilings
 from deepinfer_core.cli.bench_slice import decode_results, prefill_results
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.kernels.contract import Kernels, TakesPacked
+from deepinfer_core.kernels.reference.packed import Packing
 from deepinfer_core.kernels.registry import build_kernels, choose_provider
 from deepinfer_core.model.params import Arrange
 from deepinfer_core.runtime.rank_slice import RankSlice, SliceSize, release_config
+from deepinfer_core.runtime.weight_form import PACKINGS
 
 KINDS = {"greedy": SamplingParams(temperature=0), "temperature 1": SamplingParams(temperature=1.0)}
 CONTEXT, DRAFTS, ACCEPTANCE = 131_072, 3, 0.75
+
+
+@dataclass(frozen=True)
+class Held:
+    """How weights are held."""
+
+    float8: bool
+    packed: Packing
+    arrange: Arrange | None
 
 
 def breakdown(label: str, step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
@@ -62,14 +74,13 @@ def decode_parts(
     report: dict[str, Any],
     wanted: set[str],
     requests: list[int],
-    float8: bool,
-    arrange: Arrange | None,
+    held: Held,
 ) -> None:
     """Everything on one model with room for the largest number of requests."""
     rows = max(requests) * (1 + DRAFTS)
-    size = SliceSize(64, max(requests), CONTEXT, DRAFTS, rows, float8_products=float8)
+    size = SliceSize(64, max(requests), CONTEXT, DRAFTS, rows, float8_products=held.float8, packed=held.packed)
     start = time.perf_counter()
-    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, arrange)
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, held.arrange)
     torch.cuda.synchronize()
     report["build_s"] = time.perf_counter() - start
     print(f"built in {report['build_s']:.1f} s", flush=True)
@@ -85,10 +96,11 @@ def decode_parts(
     part.close()
 
 
-def prefill_parts(kernels: Kernels, report: dict[str, Any], float8: bool, arrange: Arrange | None) -> None:
+def prefill_parts(kernels: Kernels, report: dict[str, Any], held: Held) -> None:
     """One rank of 8: 48 experts a layer. In bfloat16 six sets of weights serve all layers, since 43 would not fit."""
-    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, None if float8 or arrange else 6, float8)
-    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, arrange)
+    sets = None if held.float8 or held.packed != "none" else 6
+    size = SliceSize(8, 1, 65_536, DRAFTS, 8192, sets, held.float8, held.packed)
+    part = RankSlice(release_config(), size, kernels, "cuda", torch.bfloat16, held.arrange)
     report["prefill, ep=8"] = prefill_results(part, [4096, 65_536])
     print(json.dumps(report["prefill, ep=8"]), flush=True)
     label = "prefill of 4,096 tokens"
@@ -102,25 +114,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default="decode,profile,prefill", help="parts, separated by commas")
     parser.add_argument("--requests", default="256,64,8", help="numbers of requests, the largest first")
-    parser.add_argument("--float8", action="store_true", help="with the engine's float8_products")
-    parser.add_argument("--packed", action="store_true", help="with weight_form=packed")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--float8", action="store_true", help="with the engine's float8_products")
+    forms.add_argument("--weight-form", choices=tuple(PACKINGS), default="bfloat16", help="as the engine's setting")
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
     requests = [int(number) for number in arguments.requests.split(",")]
     choice = choose_provider("nvidia")
     kernels, _ = build_kernels(choice, release_config(), torch.bfloat16)
-    arrange = choice.provider.arranged if arguments.packed and isinstance(choice.provider, TakesPacked) else None
+    arrange = choice.provider.arranged if isinstance(choice.provider, TakesPacked) else None
+    held = Held(arguments.float8, PACKINGS[arguments.weight_form], arrange)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "communication": "left out", "float8_products": arguments.float8, "ceilings": ceilings(),
-        "weight_form": "packed" if arrange else "bfloat16",
+        "weight_form": arguments.weight_form,
     }  # fmt: skip
     failed = 0
     parts: list[Callable[[], None]] = []
     if wanted & {"decode", "profile"}:
-        parts.append(lambda: decode_parts(kernels, report, wanted, requests, arguments.float8, arrange))
+        parts.append(lambda: decode_parts(kernels, report, wanted, requests, held))
     if "prefill" in wanted:
-        parts.append(lambda: prefill_parts(kernels, report, arguments.float8, arrange))
+        parts.append(lambda: prefill_parts(kernels, report, held))
     for run in parts:
         try:
             run()

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu.subjects import TINY, four_layers
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.runtime.rank_slice import release_config
+from deepinfer_core.runtime.weight_form import PACKINGS
 from deepinfer_kernels_nvidia.warm import variants
 from tests.fixture_models import FIXTURES
 
@@ -45,14 +46,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes (8)")
     parser.add_argument("--coded", action="store_true", help="with the programs of float8_products")
-    parser.add_argument("--packed", action="store_true", help="with the programs of weight_form=packed")
+    parser.add_argument("--weight-form", choices=tuple(PACKINGS), default="bfloat16", help="with its programs")
     parser.add_argument("models", nargs="+", help=f"of {', '.join(MODELS)}, each perhaps with :local experts")
     arguments = parser.parse_args()
     wanted: list[tuple[str, tuple[Any, ...]]] = []
     for model in arguments.models:
         name, _, local = model.partition(":")
         wanted += variants(
-            MODELS[name](), int(local) if local else None, coded=arguments.coded, packed=arguments.packed
+            MODELS[name](), int(local) if local else None, coded=arguments.coded, packed=PACKINGS[arguments.weight_form]
         )
     start, failed = time.perf_counter(), 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:

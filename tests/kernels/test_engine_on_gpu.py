@@ -47,9 +47,10 @@ def together() -> list[list[int]]:
         {"overlap": False},
         {"num_drafts": 0},
         {"max_num_seqs": 5},
+        {"weight_form": "experts"},
         {"weight_form": "packed"},
     ],
-    ids=["again", "without graphs", "without overlap", "without drafts", "small batches", "packed"],
+    ids=["again", "without graphs", "without overlap", "without drafts", "small batches", "experts", "packed"],
 )
 def test_tokens_do_not_depend_on_how_they_are_computed(together: list[list[int]], settings: dict[str, Any]) -> None:
     assert answers(prompts(), PARAMS, **settings) == together

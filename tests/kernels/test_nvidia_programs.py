@@ -72,7 +72,7 @@ def release() -> ModelConfig:
 @pytest.fixture(scope="session")
 def variants(package: SimpleNamespace, release: ModelConfig) -> list[tuple[str, tuple[Any, ...]]]:
     """Programs of one rank of 64 of the release."""
-    return package.warm.variants(release, local_experts=6, coded=True, packed=True)
+    return package.warm.variants(release, local_experts=6, coded=True, packed="products")
 
 
 def test_what_is_offered_is_what_is_loaded(package: SimpleNamespace) -> None:

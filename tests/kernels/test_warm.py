@@ -24,6 +24,7 @@ from deepinfer_core.model import Backbone, Drafter, params
 from deepinfer_core.model.batch import batch_of
 from deepinfer_core.model.step_arrays import StepShape, pack_step
 from deepinfer_core.runtime import rank_slice
+from deepinfer_core.runtime.weight_form import PACKINGS
 
 RANKS, CONTEXT, DRAFTS = 64, 131_072, 3
 BLOCKS = CONTEXT // 128 + 1
@@ -67,9 +68,9 @@ def asked(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float8_products", "packed"])
-def test_a_rank_compiles_nothing_in_its_steps_after_warming(package: Any, asked: Any, form: str) -> None:
-    coded, packed = form == "float8_products", form == "packed"
-    arrange = _empty_tiles if packed else None
+def test_a_rank_compiles_nothing_in_its_steps_after_warming(package: Any, asked: Any, form: Any) -> None:
+    coded, packed = form == "float8_products", PACKINGS.get(form, "none")
+    arrange = _empty_tiles if packed != "none" else None
     release = rank_slice.release_config()
     config = rank_slice._own_share(release, RANKS)
     local = rank_slice._local_experts(release, RANKS)
@@ -85,7 +86,8 @@ def test_a_rank_compiles_nothing_in_its_steps_after_warming(package: Any, asked:
     warm = importlib.import_module("deepinfer_kernels_nvidia.warm")
     ahead = set(warm.variants(release, release.n_routed_experts // RANKS, coded=coded, packed=packed))
     assert len(asked) > 40
-    assert packed == any(name == "multiply_packed" for name, _ in asked)
+    bits = {parameters[3] for name, parameters in asked if name == "multiply_packed"}  # of a code
+    assert bits == {"none": set(), "experts": {4}, "products": {4, 8}}[packed]
     assert asked - ahead == set()
 
 

@@ -31,6 +31,7 @@ from deepinfer_core.checkpoint.sharding import engram_shares, expert_shares
 from deepinfer_core.cli.plan import add_parser
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ConfigError, ModelNotFoundError
+from deepinfer_core.kernels.reference.packed import Packing
 from deepinfer_core.model.params import build_params
 from tests.core.model_configs import release_config, release_json, small_config
 
@@ -98,14 +99,15 @@ def tensor_bytes(value: object, seen: set[int]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float8", "products"])
+@pytest.mark.parametrize("form", ["bfloat16", "float8", "experts", "products"])
 @pytest.mark.parametrize("model", ["small", "tiny"])  # widths that are no whole groups of 32, and such that are
 def test_planned_weights_are_what_an_accelerator_holds(small: Path, model: str, form: Form) -> None:
     folder = small if model == "small" else resolve_model("tiny")
     config = ModelConfig.from_folder(folder)
     plan = plan_memory(config, Workload(context_tokens=64, form=form))
-    weights = load_model_weights(folder, config, dtype=torch.bfloat16, packed=form != "bfloat16", progress=False)
-    arrange = (lambda weight, halves: weight) if form == "products" else None
+    packed: Packing = {"bfloat16": "none", "float8": "products"}.get(form, form)
+    weights = load_model_weights(folder, config, dtype=torch.bfloat16, packed=packed, progress=False)
+    arrange = (lambda weight, halves: weight) if form == packed else None
     params = build_params(weights, config, coded=form == "float8", arrange=arrange, consume=True)
     assert not weights.layers
     held = tensor_bytes(params, set())

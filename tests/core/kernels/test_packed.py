@@ -66,7 +66,7 @@ def test_a_product_with_a_packed_weight_is_one_with_its_values(form: RecordForma
 def test_the_bundled_checkpoint_kept_packed_decodes_to_the_same_weights() -> None:
     config = ModelConfig.from_folder(TINY)
     plain = load_model_weights(TINY, config, dtype=torch.bfloat16, progress=False)
-    packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed=True, progress=False)
+    packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed="products", progress=False)
     assert isinstance(packed.layers[0].ffn.w1, PackedWeight)
     assert isinstance(packed.layers[0].attn.wo_b, PackedWeight)
     gated: list[tuple[int, ...]] = []
@@ -91,9 +91,21 @@ def test_the_bundled_checkpoint_kept_packed_decodes_to_the_same_weights() -> Non
     assert gated == [weight.shape for name, weight in want.items() if name.endswith("w13")]
 
 
+def test_experts_alone_may_stay_packed() -> None:
+    config = ModelConfig.from_folder(TINY)
+    want = weights_of(build_params(load_model_weights(TINY, config, dtype=torch.bfloat16, progress=False), config))
+    packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed="experts", progress=False)
+    found = weights_of(build_params(packed, config, arrange=lambda weight, _: weight))  # type: ignore[arg-type]
+    assert want.keys() == found.keys()
+    for name, weight in found.items():
+        is_packed = isinstance(weight, PackedWeight)
+        assert is_packed == name.endswith((".w13", ".w2")), name
+        assert torch.equal(want[name], weight.decoded(torch.bfloat16) if is_packed else weight), name
+
+
 def test_an_expert_has_both_weights_arranged_or_neither() -> None:
     config = ModelConfig.from_folder(TINY)
-    packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed=True, progress=False)
+    packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed="products", progress=False)
 
     def arrange(weight: PackedWeight, halves: bool) -> Weight:
         if halves:  # as if a scale were too large

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_core import LLM
-from deepinfer_core.config.engine import all_settings
+from deepinfer_core.config.engine import WeightForm, all_settings
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError
 from deepinfer_core.kernels.registry import KernelChoice
 from tests.core.harness import FIXTURES
@@ -97,9 +97,10 @@ def test_float8_products_are_refused_without_kernels_for_them() -> None:
 
 
 @pytest.mark.bad_input
-def test_packed_weights_are_refused_without_kernels_for_them() -> None:
-    with pytest.raises(KernelError, match=r"weight_form is 'packed', and the kernels of cpu decode no weights"):
-        LLM(MODEL, quiet=True, weight_form="packed")
+@pytest.mark.parametrize("form", ["experts", "packed"])
+def test_packed_weights_are_refused_without_kernels_for_them(form: WeightForm) -> None:
+    with pytest.raises(KernelError, match=rf"weight_form is '{form}', and the kernels of cpu decode no weights"):
+        LLM(MODEL, quiet=True, weight_form=form)
 
 
 @pytest.mark.bad_input

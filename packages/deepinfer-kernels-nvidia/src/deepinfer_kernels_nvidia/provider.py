@@ -17,7 +17,7 @@ from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.contract import CODED_OPS, Capability, Unavailable
 from deepinfer_core.kernels.reference.coded import Weight
-from deepinfer_core.kernels.reference.packed import PackedWeight
+from deepinfer_core.kernels.reference.packed import PackedWeight, Packing
 from deepinfer_kernels_nvidia.coverage import OFFERED, reason_against
 from deepinfer_kernels_nvidia.devices import Driver, DriverError, Gpu, ask_driver
 from deepinfer_kernels_nvidia.toolchain import nvcc_problem
@@ -84,7 +84,7 @@ class NvidiaProvider:
         local_experts: int | None = None,
         *,
         coded: bool = False,
-        packed: bool = False,
+        packed: Packing = "none",
     ) -> None:
         """Compile every program of this model for the current GPU; see `warm.warm`. Raises KernelError."""
         from deepinfer_kernels_nvidia.warm import warm  # imports TileLang

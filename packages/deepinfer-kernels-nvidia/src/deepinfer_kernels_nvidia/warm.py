@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deepinfer_core.config.model import ModelConfig
+from deepinfer_core.kernels.reference.packed import Packing
 from deepinfer_kernels_nvidia.coverage import reason_against
 from deepinfer_kernels_nvidia.jit import PROGRAMS
 from deepinfer_kernels_nvidia.ops import TABLE
@@ -29,14 +30,15 @@ _ROW_UNIT = 8  # products pad their widths to this
 
 
 def variants(
-    config: ModelConfig, local_experts: int | None = None, *, coded: bool = False, packed: bool = False
+    config: ModelConfig, local_experts: int | None = None, *, coded: bool = False, packed: Packing = "none"
 ) -> list[Variant]:
     """Programs of the model in bfloat16, without repetition; only those of operations that take its shapes. `coded`,
     `packed`: those of products with such weights, too.
     """
     by_op = [
         *(_coded(config, local_experts) if coded else ()),
-        *(_packed(config, local_experts) if packed else ()),
+        *(_packed_experts(config, local_experts) if packed != "none" else ()),
+        *(_packed(config) if packed == "products" else ()),
         *_rows(config),
         *_sampling(),
         *_caches(config),
@@ -54,7 +56,7 @@ def warm(
     local_experts: int | None = None,
     *,
     coded: bool = False,
-    packed: bool = False,
+    packed: Packing = "none",
 ) -> None:
     """Compile every variant for the current GPU; `coded` and `packed` as for `variants`. `progress(done, total, name)`
     is called before each and at the end. Raises KernelError where one does not compile.
@@ -209,15 +211,20 @@ def _coded(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Var
         yield "shared_expert", ("gated_coded", (1, dim, width, False, few))
 
 
-def _packed(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
+def _packed(c: ModelConfig) -> Iterator[tuple[str, Variant]]:
     dim, width, low = c.hidden_size, c.moe_intermediate_size, c.o_groups * c.o_lora_rank
     heads, index_heads = c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim
     for few in (False, True):
         for inner, outer in ((c.q_lora_rank, heads), (c.q_lora_rank, index_heads), (low, dim), (width, dim)):
             yield "linear", ("multiply_packed", (1, inner, outer, 8, False, False, few))
         yield "shared_expert", ("multiply_packed", (1, dim, 2 * width, 8, True, False, few))
-        for total in (c.n_routed_experts, c.dspark_n_routed_experts):
-            local = _local(c, total, local_experts)
+
+
+def _packed_experts(c: ModelConfig, local_experts: int | None) -> Iterator[tuple[str, Variant]]:
+    dim, width = c.hidden_size, c.moe_intermediate_size
+    for total in (c.n_routed_experts, c.dspark_n_routed_experts):
+        local = _local(c, total, local_experts)
+        for few in (False, True):
             yield "run_experts", ("multiply_packed", (local, dim, 2 * width, 4, True, True, few))
             yield "run_experts", ("multiply_packed", (local, width, dim, 4, False, True, few))
 

@@ -48,7 +48,7 @@ from deepinfer_core.checkpoint.weights import (
 from deepinfer_core.config.engine import EngramStorage
 from deepinfer_core.config.model import ModelConfig
 from deepinfer_core.errors import CheckpointError, ConfigError
-from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, PackedWeight
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, PackedWeight, Packing
 from deepinfer_core.kernels.reference.records import unpack
 
 __all__ = ["load_model_weights"]
@@ -67,7 +67,7 @@ def load_model_weights(
     engram_rows: Mapping[int, range] | None = None,
     engram_storage: EngramStorage = "memory",
     draft: bool = True,
-    packed: bool = False,
+    packed: Packing = "none",
     progress: bool = True,
 ) -> ModelWeights:
     """Load the weights of one process.
@@ -75,7 +75,7 @@ def load_model_weights(
     `experts` maps a layer to the logical ids of its routed experts to hold, in order; layers it lacks hold all.
     `engram_rows` maps an Engram layer to the table rows to hold; layers it lacks hold all. `engram_storage`: "memory"
     (host), "device", or "disk" (memory-mapped, only looked-up rows are read). `draft=False` leaves the draft module
-    out. `packed`: a `Product` stored in FP8 or FP4 stays so, where its columns are whole groups of 32.
+    out. `packed`: routed experts, or every `Product`, stay in FP4 or FP8 where their columns are whole groups of 32.
 
     Raises ConfigError for a selection outside the model, ModelNotFoundError for a folder without weights, and
     CheckpointError for files that are damaged or do not match `config`, naming the tensor.
@@ -240,7 +240,7 @@ class _Source:
     selection: _Selection
     dtype: torch.dtype
     device: torch.device
-    packed: bool  # leave products in their bytes
+    packed: Packing  # what is left in its bytes
 
     def block(self, prefix: str, table: Mapping[str, str]) -> dict[str, Any]:
         """The fields of one dataclass; None for a tensor that the manifest does not have."""
@@ -254,7 +254,7 @@ class _Source:
         stored = self.reader.read(name).to(self.device)
         if stored.dtype == torch.float8_e4m3fn:
             scales = self.reader.read(names.scale_name(name)).to(self.device)
-            if self.packed and is_product and stored.shape[1] % BLOCK == 0:
+            if self.packed == "products" and is_product and stored.shape[1] % BLOCK == 0:
                 records = fp8_records(stored, scales)
                 _require_finite(name, unpack(records, FP8_ROWS).to(self.dtype))
                 return PackedWeight(records, FP8_ROWS, self.dtype)
@@ -267,7 +267,7 @@ class _Source:
     def experts(self, prefix: str, expert_ids: Sequence[int], matrix: str) -> Product:
         """[E_local, rows, columns] of one matrix of the chosen experts."""
         rows, half = self.reader.checkpoint.specs[names.expert_name(prefix, 0, matrix)].shape
-        keeps = self.packed and 2 * half % BLOCK == 0
+        keeps = self.packed != "none" and 2 * half % BLOCK == 0
         width, dtype = (half + 2 * half // BLOCK, torch.uint8) if keeps else (2 * half, self.dtype)
         held = torch.empty(len(expert_ids), rows, width, dtype=dtype, device=self.device)
         for i, expert in enumerate(expert_ids):

@@ -6,10 +6,11 @@
                      + scratch rows of the largest step, and activations (an estimate)
     host             = Engram tables where they are in host memory: one copy, shared by all ranks
 
-Five forms of the weights; caches have the released layout in all but the last, Engram rows in all:
+Six forms of the weights; caches have the released layout in all but the last, Engram rows in all:
 
     packed     as released                        the least that any engine needs
-    products   the large products as released     what this one holds on an accelerator whose kernels decode them
+    products   the large products as released     what this one holds on an accelerator whose kernels decode them,
+    experts    .. of these, routed experts only   .. or decode those of experts, if it is asked to or needs the room
     bfloat16   FP8 and FP4 dequantized            what it holds on others
     float8     some of them in e4m3 instead       .. with `float8_products` (kernels/reference/coded.py)
     plain      everything in float32              what the reference holds on a CPU
@@ -51,7 +52,7 @@ __all__ = [
     "plan_memory",
 ]
 
-Form = Literal["packed", "products", "bfloat16", "float8", "plain"]
+Form = Literal["packed", "products", "experts", "bfloat16", "float8", "plain"]
 _RELEASED_AND_PLAIN: tuple[Form, Form] = ("packed", "plain")
 DEFAULT_MEMORY_FRACTION = CacheConfig().memory_fraction
 DEFAULT_STEP_ROWS = SchedulerConfig().max_num_batched_tokens
@@ -239,7 +240,8 @@ def _tensor_bytes(spec: TensorSpec, form: Form) -> int:
     if spec.name.endswith(_PRODUCT_TENSORS):
         if form == "float8":
             return spec.num_parameters + spec.shape[0] * _FLOAT32  # a scale for each column of the product
-        if form == "products" and spec.shape[1] * (2 if spec.dtype == "I8" else 1) % GROUP == 0:
+        kept = form == "products" or (form == "experts" and spec.expert is not None)
+        if kept and spec.shape[1] * (2 if spec.dtype == "I8" else 1) % GROUP == 0:
             return spec.num_bytes + spec.num_parameters // GROUP  # and for 32 values of one
     return spec.num_parameters * _BFLOAT16
 

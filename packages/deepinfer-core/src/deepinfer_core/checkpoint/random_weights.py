@@ -28,7 +28,7 @@ from deepinfer_core.checkpoint.weights import (
     Product,
 )
 from deepinfer_core.config.model import ModelConfig
-from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, pack_columns
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, Packing, pack_columns
 
 __all__ = ["random_weights"]
 
@@ -45,11 +45,11 @@ def random_weights(
     device: torch.device | str = "cpu",
     *,
     with_experts: bool = True,
-    packed: bool = False,
+    packed: Packing = "none",
 ) -> ModelWeights:
     """Weights, a function of the arguments; another kind of device draws other numbers. Token classes are
-    `id mod engram_compressed_vocab_size`. Without experts the routed ones have [0, ..] weights. `packed`: each
-    `Product` is rounded to FP8 or FP4 and kept so.
+    `id mod engram_compressed_vocab_size`. Without experts the routed ones have [0, ..] weights. `packed`: routed
+    experts, or every `Product`, are rounded to FP4 or FP8 and kept so.
     """
     device = torch.device(device)
     draw = _Draw(config, torch.Generator(device).manual_seed(seed), dtype, device, with_experts, packed)
@@ -76,7 +76,7 @@ class _Draw:
         dtype: torch.dtype,
         device: torch.device,
         with_experts: bool,
-        packed: bool,
+        packed: Packing,
     ) -> None:
         self.config, self.generator = config, generator
         self.dtype, self.device, self.with_experts, self.packed = dtype, device, with_experts, packed
@@ -91,11 +91,11 @@ class _Draw:
 
     def fp8(self, *shape: int, scale: float = 1.0) -> Product:
         drawn = self.matrix(*shape, scale=scale)
-        return pack_columns(drawn.transpose(-1, -2), FP8_ROWS) if self.packed else drawn
+        return pack_columns(drawn.transpose(-1, -2), FP8_ROWS) if self.packed == "products" else drawn
 
     def fp4(self, *shape: int, scale: float = 1.0) -> Product:
         drawn = self.matrix(*shape, scale=scale)
-        return pack_columns(drawn.transpose(-1, -2), FP4_ROWS) if self.packed else drawn
+        return pack_columns(drawn.transpose(-1, -2), FP4_ROWS) if self.packed != "none" else drawn
 
     def gain(self, *shape: int) -> Tensor:
         return (1 + self.normal(*shape, scale=0.1, dtype=torch.float32)).to(self.dtype)

@@ -73,14 +73,16 @@ def run_slice(args: argparse.Namespace) -> int:
     sets = None if args.expert_sets is None else check_integer("--expert-sets", args.expert_sets, 1, 64, ConfigError)
     check_outputs(args.output)
     settings = settings_from(args)
-    float8, packed = bool(settings.get("float8_products", False)), settings.get("weight_form") == "packed"
     from deepinfer_core.runtime.rank_slice import SliceSize
+    from deepinfer_core.runtime.weight_form import PACKINGS
 
+    float8 = bool(settings.get("float8_products", False))
+    packed = PACKINGS.get(settings.get("weight_form", "bfloat16"), "none")
     if prompts:
-        size = SliceSize(ranks, 1, max(*prompts, 256), drafts, chunk, sets, float8)
+        size = SliceSize(ranks, 1, max(*prompts, 256), drafts, chunk, sets, float8, packed)
     else:
-        size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets, float8)
-    found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps, packed=packed)
+        size = SliceSize(ranks, max(requests), context, drafts, max(requests) * (1 + drafts), sets, float8, packed)
+    found = measure_slice(size, [] if prompts else requests, prompts, acceptance, temperature, steps)
     if args.output is not None:
         write_json(args.output, found)
     if args.json:
@@ -97,10 +99,8 @@ def measure_slice(
     acceptance: float,
     temperature: float,
     steps: int,
-    *,
-    packed: bool = False,
 ) -> dict[str, Any]:
-    """Time decode steps of each number of requests and prefills of each length. `packed`: weights are kept so."""
+    """Time decode steps of each number of requests and prefills of each length."""
     import torch
 
     from deepinfer_core.config.sampling import SamplingParams
@@ -114,10 +114,10 @@ def measure_slice(
     config = release_config()
     kernels, sources = build_kernels(choice, config, torch.bfloat16)
     arrange = None
-    if packed:
+    if size.packed != "none":
         if size.float8_products or not isinstance(choice.provider, TakesPacked):
-            raise ConfigError(f"weight_form is 'packed', which neither float8_products nor every kernel package takes "
-                              f"({choice.name} is used); leave it out")  # fmt: skip
+            raise ConfigError(f"weight_form keeps {size.packed} packed, which neither float8_products nor every "
+                              f"kernel package takes ({choice.name} is used); leave it out")  # fmt: skip
         arrange = choice.provider.arranged
     part = RankSlice(config, size, kernels, choice.device, torch.bfloat16, arrange)
     decoded = decode_results(part, requests, SamplingParams(temperature=temperature), acceptance, steps)

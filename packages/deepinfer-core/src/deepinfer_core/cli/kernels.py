@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with --warm: the kernels of the setting float8_products, too",
     )
     parser.add_argument(
-        "--packed-weights", action="store_true", help="with --warm: the kernels of the setting weight_form=packed, too"
+        "--weight-form", choices=("experts", "packed"), help="with --warm: the kernels of this form of weights, too"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -100,6 +100,7 @@ def _warm(choice: KernelChoice, config: ModelConfig, args: argparse.Namespace) -
 
     from deepinfer_core.errors import ConfigError, KernelError
     from deepinfer_core.kernels.contract import TakesPacked
+    from deepinfer_core.runtime.weight_form import PACKINGS
 
     local_experts: int | None = args.local_experts
     if local_experts is not None and not 1 <= local_experts <= _MOST_EXPERTS:
@@ -107,15 +108,17 @@ def _warm(choice: KernelChoice, config: ModelConfig, args: argparse.Namespace) -
     warm = getattr(choice.provider, "warm", None)
     if warm is None:
         raise KernelError(f"--warm has no kernels to compile ahead on {choice.name} ({choice.reason})")
-    forms: dict[str, bool] = {}
+    forms: dict[str, bool | str] = {}
     if args.float8_products:
         if choice.provider is None or not choice.provider.coded_ops:
             raise KernelError(f"--float8-products: {choice.name} has no kernels of that form; leave it out")
         forms["coded"] = True
-    if args.packed_weights:
+    if args.weight_form is not None:
         if not isinstance(choice.provider, TakesPacked):
-            raise KernelError(f"--packed-weights: {choice.name} has no kernels of that form; leave it out")
-        forms["packed"] = True
+            raise KernelError(
+                f"--weight-form: {choice.name} has no kernels that take {args.weight_form!r}; leave it out"
+            )
+        forms["packed"] = PACKINGS[args.weight_form]
     with tqdm(desc="Compiling", unit="kernel", disable=args.json) as bar:
 
         def show(done: int, total: int, name: str) -> None:

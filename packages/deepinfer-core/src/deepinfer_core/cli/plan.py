@@ -95,8 +95,8 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
         ),
         flags.add_argument(
             "--form", choices=get_args(Form), default="bfloat16",
-            help="weights as released (packed), as an accelerator holds them (bfloat16, or the products packed; float8 "
-            "with float8_products), or as the CPU does (plain: float32) (bfloat16)",
+            help="weights as released (packed), as an accelerator holds them (bfloat16, or all products or the experts "
+            "among them packed; float8 with float8_products), or as the CPU does (plain: float32) (bfloat16)",
         ),
     ]  # fmt: skip
     parser.set_defaults(memory_flags={action.dest: action.default for action in actions})

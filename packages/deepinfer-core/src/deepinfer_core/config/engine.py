@@ -51,7 +51,7 @@ Accelerator = Literal["cpu", "nvidia", "ascend"]
 EngramStorage = Literal["memory", "disk", "device"]
 CpuKernels = Literal["auto", "native", "reference"]
 ModelDtype = Literal["float32", "bfloat16"]
-WeightForm = Literal["auto", "bfloat16", "packed"]
+WeightForm = Literal["auto", "bfloat16", "experts", "packed"]
 
 _MAX_PATH_CHARS = 4_096
 

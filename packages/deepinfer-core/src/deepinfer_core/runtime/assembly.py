@@ -29,8 +29,9 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS, SpeculationConfig
 from deepinfer_core.errors import CapacityError, ConfigError, KernelError, ParallelError
 from deepinfer_core.kernels.contract import CODED_OPS, SAMPLING_OPS, TakesPacked
 from deepinfer_core.kernels.native import NativeProvider
+from deepinfer_core.kernels.reference.packed import Packing
 from deepinfer_core.kernels.registry import KernelChoice, OpSource, build_kernels, choose_provider
-from deepinfer_core.model.params import Arrange, build_params
+from deepinfer_core.model.params import build_params
 from deepinfer_core.outputs import Provenance
 from deepinfer_core.parallel.world import World
 from deepinfer_core.runtime.engine_loop import EngineLoop, make_loop
@@ -40,6 +41,7 @@ from deepinfer_core.runtime.rank_part import RankPart
 from deepinfer_core.runtime.rank_runner import RankRunner
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.runtime.step_costs import measure_costs
+from deepinfer_core.runtime.weight_form import choose_packing
 from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.prefix_index import PrefixHasher
 from deepinfer_core.scheduling.replay import ReplayRules
@@ -50,8 +52,6 @@ __all__ = ["AssembledEngine", "assemble_engine"]
 
 # On a CPU the cache shares the memory of everything else, so its default size stays small.
 _CPU_CACHE_BYTES = 1 << 30
-# Of a device's memory: where decoded weights would take more, `weight_form` "auto" keeps them packed.
-_DECODED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
     _set_torch_threads(op_sources)
     _check_batch_invariance(config, op_sources)
     _check_float8_products(config, choice, op_sources, world)
-    arrange = _arrange(config, choice, op_sources, dtype, model_config)
+    packed = choose_packing(config, choice, op_sources, dtype, model_config)
     part = RankPart.of(world, model_config, config)
-    _check_weights_fit(config, model_config, choice.device, _held_form(config, form, arrange is not None), folder)
+    _check_weights_fit(config, model_config, choice.device, _held_form(config, form, packed), folder)
     folder = find_model()
     weights = load_model_weights(
         folder,
@@ -136,9 +136,10 @@ def assemble_engine(config: EngineConfig, world: World | None = None) -> Assembl
         engram_rows=part.engram_rows,
         engram_storage=config.engram_storage,
         draft=speculation.num_drafts > 0,
-        packed=config.float8_products or arrange is not None,
+        packed=packed,
         progress=not config.quiet,
     )
+    arrange = choice.provider.arranged if isinstance(choice.provider, TakesPacked) else None
     params = build_params(weights, model_config, coded=config.float8_products, arrange=arrange, consume=True)
     if choice.device != "cpu":
         torch.get_device_module(choice.device).empty_cache()  # what loading took: the blocks are made of what is left
@@ -232,11 +233,13 @@ def _speculation(speculation: SpeculationConfig, model: ModelConfig) -> Speculat
     raise ConfigError(f"num_drafts is {speculation.num_drafts}; this checkpoint drafts at most {most} tokens")
 
 
-def _held_form(config: EngineConfig, cache_form: Form, is_packed: bool) -> Form:
+def _held_form(config: EngineConfig, cache_form: Form, packed: Packing) -> Form:
     """The form in which the weights are held."""
     if cache_form == "plain":
         return "plain"
-    return "float8" if config.float8_products else "products" if is_packed else "bfloat16"
+    if config.float8_products:
+        return "float8"
+    return "bfloat16" if packed == "none" else packed
 
 
 def _check_weights_fit(config: EngineConfig, model: ModelConfig, device: str, held: Form, folder: Path) -> None:
@@ -292,31 +295,6 @@ def _check_float8_products(
             f"float8_products is set, and the kernels of {choice.name} have no such form of {', '.join(lacking)}; "
             "set it to False"
         )
-
-
-def _arrange(
-    config: EngineConfig, choice: KernelChoice, op_sources: list[OpSource], dtype: torch.dtype, model: ModelConfig
-) -> Arrange | None:
-    """What lays packed weights out for the kernels; None where weights are decoded when they are loaded."""
-    if config.weight_form == "bfloat16" or config.float8_products:
-        return None
-    if not isinstance(choice.provider, TakesPacked):
-        reason = f"the kernels of {choice.name} decode no weights"
-    elif dtype != torch.bfloat16:
-        reason = f"they decode to bfloat16, and dtype is {str(dtype).removeprefix('torch.')}"
-    else:
-        ours = {source.op for source in op_sources if source.provider == choice.provider.name}
-        lacking = sorted(CODED_OPS - (ours & choice.provider.packed_ops))
-        if not lacking:
-            if config.weight_form == "auto" and weights_bytes(
-                config, model, "bfloat16"
-            ) <= _DECODED_SHARE * total_bytes(choice.device):
-                return None
-            return choice.provider.arranged
-        reason = f"the kernels of {choice.name} have no such form of {', '.join(lacking)}"
-    if config.weight_form == "packed":
-        raise KernelError(f"weight_form is 'packed', and {reason}; take 'bfloat16', or leave it at 'auto'")
-    return None
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

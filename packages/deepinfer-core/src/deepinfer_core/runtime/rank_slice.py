@@ -33,7 +33,7 @@ from deepinfer_core.config.scheduler import BLOCK_TOKENS, IN_FLIGHT_STEPS
 from deepinfer_core.errors import CapacityError
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.coded import CodedWeight, Weight, code_columns
-from deepinfer_core.kernels.reference.packed import FP4_ROWS, pack_columns
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, Packing, pack_columns
 from deepinfer_core.model.params import Arrange, LayerParams, ModelParams, build_params
 from deepinfer_core.parallel.experts import DispatchedRows, RowOrigin
 from deepinfer_core.runtime.pending import PendingResult
@@ -68,6 +68,7 @@ class SliceSize:
     step_rows: int  # rows of the largest step
     expert_sets: int | None = None  # so many sets of weights, shared by the layers in turn; None = one a layer
     float8_products: bool = False  # as the engine's setting
+    packed: Packing = "none"
 
     def __post_init__(self) -> None:
         for name in ("ranks", "requests", "context", "step_rows"):
@@ -106,14 +107,13 @@ class RankSlice:
         dtype: torch.dtype,
         arrange: Arrange | None = None,
     ) -> None:
-        """`arrange`: with packed weights, laid out by the provider."""
+        """`arrange` lays out what `size.packed` names, as the provider's kernels read it."""
         self.size = size
         self.config = _own_share(config, size.ranks)
         local = _local_experts(config, size.ranks)
-        packed = arrange is not None
-        weights = random_weights(self.config, 0, dtype, device, with_experts=False, packed=packed)
+        weights = random_weights(self.config, 0, dtype, device, with_experts=False, packed=size.packed)
         params = build_params(weights, self.config, coded=size.float8_products, arrange=arrange, consume=True)
-        self.params = _with_experts(params, local, size.expert_sets, arrange)
+        self.params = _with_experts(params, local, size.expert_sets, None if size.packed == "none" else arrange)
         # Positions go on for some steps beyond the context.
         self.blocks_a_request = -(-size.context // BLOCK_TOKENS) + 1
         on_accelerator = device != "cpu"

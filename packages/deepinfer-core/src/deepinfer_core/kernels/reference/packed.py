@@ -12,6 +12,7 @@ A product decodes what it reads, so how weights are kept is memory and speed, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.reference.records import INDEX, WINDOW, RecordFormat, pack, unpack
 
-__all__ = ["FP4_ROWS", "FP8_ROWS", "GROUP", "ArrangedWeight", "PackedWeight", "join_columns", "pack_columns"]
+__all__ = ["FP4_ROWS", "FP8_ROWS", "GROUP", "ArrangedWeight", "PackedWeight", "Packing", "join_columns", "pack_columns"]
 
 FP4_ROWS, FP8_ROWS = INDEX, WINDOW
+Packing = Literal["none", "experts", "products"]  # what stays packed: routed experts, or all large products
 GROUP = 32  # values of a row that share a scale; K is a multiple of it
 
 

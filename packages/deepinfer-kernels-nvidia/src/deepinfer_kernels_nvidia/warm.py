@@ -37,8 +37,8 @@ def variants(
     """
     by_op = [
         *(_coded(config, local_experts) if coded else ()),
-        *(_packed_experts(config, local_experts) if packed != "none" else ()),
         *(_packed(config) if packed == "products" else ()),
+        *(_packed_experts(config, local_experts) if packed != "none" else ()),
         *_rows(config),
         *_sampling(),
         *_caches(config),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -85,6 +86,19 @@ class RankPart:
             return value
         return float(self.world.control.all_reduce_max(torch.tensor([value], dtype=torch.float64), "agreement")[0])
 
+    def require_alike(self, experts: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """experts: layer -> tensors [slots, ..] that move from rank to rank. Raises KernelError, on all ranks, where
+        one holds them in another form; all ranks call it.
+        """
+        forms = [(layer, [(held.dtype, held.shape[1:]) for held in tensors]) for layer, tensors in experts.items()]
+        digest = int.from_bytes(blake2b(repr(forms).encode(), digest_size=6).digest())  # exact in float64
+        if self.smallest(digest) != self.largest(digest):
+            raise KernelError(
+                "experts of one layer are packed on some ranks and decoded on others, as those with a scale that the "
+                "kernels do not take are, so they cannot be moved; take weight_form='bfloat16', or "
+                "expert_rearrangement_interval=0"
+            )
+
     def runner(
         self, model: ModelConfig, params: ModelParams, kernels: Kernels, config: RunnerConfig, **named: Any
     ) -> Runner:
@@ -138,6 +152,7 @@ class RankPart:
             index: (*_tensors_of(layer.ffn.w13), *_tensors_of(layer.ffn.w2))
             for index, layer in enumerate(params.layers)
         }
+        self.require_alike(weights)
         size, per_node = exchange.comm.size, world.topology.ranks_per_node
         num_nodes = size // per_node if per_node and size % per_node == 0 else 1
         topology = ExpertTopology(num_devices=size, num_nodes=num_nodes)

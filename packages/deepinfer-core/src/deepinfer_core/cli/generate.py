@@ -4,7 +4,8 @@
     deepinfer generate --jsonl prompts.jsonl --output answers.jsonl --temperature 0
 
 A JSONL line is an object with "prompt" (text) or "prompt_token_ids". Sampling parameters beside it, or together under
-"params", replace those of the command line; other keys are copied to the answer's line.
+"params", replace those of the command line; other keys are copied to the answer's line, unless they look like a
+misspelt parameter.
 
     {"prompt": "The sea", "max_tokens": 8, "id": 1}        {"prompt": "The sea", "params": {"max_tokens": 8}, "id": 1}
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import io
 import json
 import math
@@ -37,6 +39,7 @@ _PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - 
     "top_logprobs",
     "so_args",
 }
+_MISSPELT = 0.85  # similarity (difflib) from which a key is a parameter's name gone wrong: max_tokenz 0.90, topk 0.89
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source.add_argument("prompt", nargs="?", help="the prompt itself; - reads it from standard input")
     source.add_argument("--file", type=Path, help="a text file that is the prompt")
     source.add_argument(
-        "--jsonl", help='a file with an object a line, {"prompt": "Hi", "max_tokens": 8}; - is standard input'
+        "--jsonl",
+        help='a file with an object a line, {"prompt": "Hi", "max_tokens": 8}; - is standard input; '
+        "other keys go to the answer's line",
     )
     parser.add_argument("--output", type=Path, help="where answers go (standard output)")
     parser.add_argument("--format", choices=("text", "jsonl"), help="of the answers (jsonl for --jsonl, else text)")
@@ -130,6 +135,11 @@ def _job(line: str, given: dict[str, Any]) -> _Job:
         if name in params:
             raise RequestError(f"{name} is given twice, in params and beside it; give it once")
         params[name] = value.pop(name)
+    if "structured" in value:
+        raise RequestError("structured cannot be given as JSON; give so_args, whose form is JSON")
+    for name in value:
+        for meant in difflib.get_close_matches(name, sorted(_PARAMS), n=1, cutoff=_MISSPELT):
+            raise RequestError(f"{shown(name)} is no parameter; write {meant}, or give a key of your own another name")
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except ValueError as error:

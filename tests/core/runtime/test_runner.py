@@ -123,7 +123,7 @@ def test_given_embeddings_take_the_place_of_the_tables(tiny_a: TinyModel) -> Non
         plan = replace(
             plan_of([Chunk(0, 0, ids)], sample="last"),
             row_content=content,
-            admissions=(replace(base, content=content, **extra),),
+            admissions=(base._replace(content=content, **extra),),
         )
         result = runner.run(plan)
         runner.close()
@@ -141,7 +141,7 @@ def test_a_request_with_a_prefix_hit_gets_the_history_before_its_first_row(tiny_
     runner.run(replace(first_step(0, tokens, 0)))
     ring, first = runner.layout.history, 100
     runner.state.history.zero_()
-    late = replace(admission(1, tokens), first_position=first)
+    late = admission(1, tokens)._replace(first_position=first)
     plan = replace(plan_of([Chunk(1, first, tokens[first:])], sample="last"), admissions=(late,))
     runner.run(plan)
     wanted = tiny_a.params.token_classes[torch.tensor(tokens[first - 3 : first])]

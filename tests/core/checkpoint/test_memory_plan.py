@@ -238,6 +238,14 @@ def test_what_does_not_fit_is_exit_status_1(release: Path, capsys: pytest.Captur
     assert "--engram disk or device" in capsys.readouterr().out
 
 
+def test_weights_too_large_in_bfloat16_point_to_packed_ones(release: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--model", release, "--devices", 8, "--memory", 141, "--context", 32768)
+    assert run(*machine) == 1
+    assert "--form products" in capsys.readouterr().out
+    assert run(*machine, "--form", "products") == 0
+    assert "--form products" not in capsys.readouterr().out
+
+
 def test_without_a_memory_everything_fits(release: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", release) == 0
     assert "Give --memory" in capsys.readouterr().out

@@ -263,6 +263,8 @@ def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
         f"{asked} {fit}: {_shown(plan.ranks[0].total)} on the fullest of {_shown(work.budget_bytes)} "
         f"({work.memory_fraction:.0%} of {_shown(work.device_bytes or 0)})."
     )
+    if plan.ranks[0].total > work.budget_bytes and work.form == "bfloat16":
+        sentences.append("NVIDIA kernels can read FP8 and FP4 weights packed (weight_form): see --form products.")
     if work.host_bytes is not None and plan.host_bytes > work.host_bytes:
         sentences.append(f"The host has {_shown(work.host_bytes)}; --engram disk or device needs less of it.")
     limits = plan.limits

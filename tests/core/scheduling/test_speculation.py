@@ -75,6 +75,27 @@ def test_a_drafter_that_costs_more_than_believed_is_told_from_the_target_by_step
     assert draft == pytest.approx(1.5, rel=0.2)
 
 
+def test_steps_of_long_prompts_do_not_bend_the_costs_of_drafts() -> None:
+    """Rows beyond the measured ones cost less than the slope says; a step of them comes before every twelve."""
+
+    def true_s(rows: int) -> float:
+        return 15.0 + 0.3 * min(rows, 128) + 0.15 * max(0, rows - 128)
+
+    def draft_s(requests: int) -> float:
+        return 3.0 + 15.0 * (requests - 1) / 63
+
+    measured = (1, 2, 4, 8, 16, 32, 64, 128)
+    table = CostTable(measured, tuple(true_s(rows) for rows in measured))
+    costs = CostModel(table, CostTable((1, 64), (draft_s(1), draft_s(64))), max_rows=1024, max_requests=64)
+    for _ in range(20):
+        costs.observe(1024, 32, true_s(1024) + draft_s(32))
+        for requests in range(32, 8, -2):
+            costs.observe(4 * requests, requests, true_s(4 * requests) + draft_s(requests))
+    for rows in (64, 128, 1024):
+        assert float(costs.verify_seconds(rows, 1)[0]) == pytest.approx(true_s(rows), rel=0.05)
+    assert costs.draft_seconds(32) == pytest.approx(draft_s(32), rel=0.1)
+
+
 def test_one_slow_step_moves_the_model_little() -> None:
     costs = model()
     for i in range(16):

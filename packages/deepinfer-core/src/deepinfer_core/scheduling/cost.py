@@ -69,6 +69,17 @@ class CostTable:
         seconds[padded] = points[np.searchsorted(sizes, wanted[padded])]
         return seconds
 
+    def reaching(self, max_rows: int) -> CostTable:
+        """This table with a point at `max_rows`, on the slope of its last ones: what steps of long prompts correct.
+
+        Such a step has many times the rows of the last measured point, and other ones: it would bend that point, and
+        the costs of drafts with it.
+        """
+        if max_rows <= self.rows[-1]:
+            return self
+        seconds = float(self.dense(max_rows)[-1])
+        return CostTable((*self.rows, max_rows), (*self.seconds, seconds), min(self.captured_rows, self.rows[-1]))
+
     def neighbours(self, size: int) -> tuple[tuple[int, float], ...]:
         """The points that the cost at `size` comes from, with their weights: two, or one."""
         upper = bisect_left(self.rows, size)
@@ -86,8 +97,8 @@ class CostModel:
     def __init__(self, verify: CostTable, draft: CostTable, *, max_rows: int, max_requests: int) -> None:
         self.max_rows = max_rows
         self.max_requests = max_requests
-        self._verify_table, self._draft_table = verify, draft
-        self._first_draft = 1 + len(verify.rows)  # factors: speed, verify points, draft points
+        self._verify_table, self._draft_table = verify.reaching(max_rows), draft
+        self._first_draft = 1 + len(self._verify_table.rows)  # factors: speed, verify points, draft points
         num_factors = self._first_draft + len(draft.rows)
         self._log_factor = np.zeros(num_factors)
         self._covariance = np.diag(np.full(num_factors, _POINT_PRIOR**2))

@@ -160,6 +160,6 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_any_work(noise: LLM)
     bad = SamplingParams(structured=StructuredOutput(json={"not": {}}))
     with pytest.raises(GrammarError, match="'not' at #") as caught:
         noise.generate(["a", "b"], [good, bad], use_tqdm=False)
-    assert caught.value.__notes__ == ["in prompt 1 of 2"]
+    assert caught.value.__notes__ == ["in prompts[1], counted from 0, of 2"]
     assert _stats(noise).steps == steps
     assert noise.generate("a", good, use_tqdm=False)[0].outputs[0].error is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepinfer_core.kernels.reference import REFERENCE, records
 from deepinfer_core.model import Backbone, Drafter
 from deepinfer_core.model.batch import batch_of
 from deepinfer_core.model.step_arrays import StepShape, fits_fixed_shape, pack_step
-from deepinfer_core.runtime.forward import Forward, bucket
+from deepinfer_core.runtime.forward import CudaCapture, Forward, bucket
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
 from deepinfer_core.scheduling.plan import Admission, Content, StepPlan, StepResult, TokenSource
 from tests.core.harness import BLOCKS_A_REQUEST, Chunk, TinyModel, plan_of
@@ -132,6 +133,39 @@ def test_shapes_that_could_not_be_captured_are_named_and_stay_eager(
     assert caplog.text.count("could not be captured and stay eager: tried to allocate 2 GiB") == capture.tries
     eager.close()
     captured.close()
+
+
+def test_graphs_after_a_failed_recording_get_another_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes a pool that a recording failed in for one that is still being recorded into, for good."""
+    pools: list[object] = []
+
+    class NoGraph:
+        def replay(self) -> None:
+            return
+
+    @contextmanager
+    def recording(graph: object, *, pool: object, **settings: object) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    for name, stand_in in {
+        "CUDAGraph": NoGraph,
+        "Stream": lambda priority: None,
+        "current_stream": lambda: None,
+        "stream": lambda stream: nullcontext(),
+        "graph": recording,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    capture = CudaCapture()
+    capture.record(lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture.record(no_memory)
+    capture.record(lambda: None)
+    capture.record(lambda: None)
+    assert pools[0] == pools[1] != pools[2] == pools[3]
 
 
 def test_buckets_pad_by_an_eighth_at_most() -> None:

@@ -104,8 +104,12 @@ class CudaCapture:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
         # A recording that cannot end leaves its own stream current; the outer block doesn't.
-        with torch.cuda.stream(torch.cuda.current_stream()), recording:
-            output = work()
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), recording:
+                output = work()
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # torch believes that the old one still records
+            raise
         return output, graph.replay
 
 

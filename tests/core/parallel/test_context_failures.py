@@ -84,7 +84,7 @@ def refusing(admit: Any, prompt_tokens: int) -> Any:
     return admit_others
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_failure_within_the_layers_ends_the_group_with_the_reason(rank: int) -> None:
     with front_end(MODEL, **SETTINGS) as (engine, ranks):
         backbone = runner_of(ranks, rank).backbone

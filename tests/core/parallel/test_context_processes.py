@@ -35,6 +35,7 @@ def answers(**settings: Any) -> tuple[list[Any], dict[str, Any]]:
         return found, dict(llm.statistics())
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one_does() -> None:
     together, counters = answers(**SIZES)
     alone, _ = answers()

@@ -95,7 +95,7 @@ def test_experts_alone_may_stay_packed() -> None:
     config = ModelConfig.from_folder(TINY)
     want = weights_of(build_params(load_model_weights(TINY, config, dtype=torch.bfloat16, progress=False), config))
     packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed="experts", progress=False)
-    found = weights_of(build_params(packed, config, arrange=lambda weight, _: weight))  # type: ignore[arg-type]
+    found = weights_of(build_params(packed, config, arrange=lambda weight, _: weight))  # type: ignore[arg-type]  # as they are
     assert want.keys() == found.keys()
     for name, weight in found.items():
         is_packed = isinstance(weight, PackedWeight)
@@ -103,7 +103,7 @@ def test_experts_alone_may_stay_packed() -> None:
         assert torch.equal(want[name], weight.decoded(torch.bfloat16) if is_packed else weight), name
 
 
-def test_an_expert_has_both_weights_arranged_or_neither() -> None:
+def test_an_expert_has_both_weights_arranged_or_neither(caplog: pytest.LogCaptureFixture) -> None:
     config = ModelConfig.from_folder(TINY)
     packed = load_model_weights(TINY, config, dtype=torch.bfloat16, packed="products", progress=False)
 
@@ -112,7 +112,11 @@ def test_an_expert_has_both_weights_arranged_or_neither() -> None:
             return weight.decoded(weight.dtype)
         return ArrangedWeight(weight.records, weight.form, weight.shape, weight.dtype)
 
-    for layer in build_params(packed, config, arrange=arrange).layers:
+    params = build_params(packed, config, arrange=arrange)
+    assert params.draft is not None
+    experts = len((*params.layers, *params.draft.stages))
+    assert f"{experts * 2 * 2} packed weights were decoded" in caplog.text  # routed and shared, both weights
+    for layer in params.layers:
         assert isinstance(layer.ffn.w13, Tensor)
         assert isinstance(layer.ffn.w2, Tensor)
         assert isinstance(layer.attn.wo_b, ArrangedWeight)

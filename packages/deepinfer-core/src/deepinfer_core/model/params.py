@@ -4,8 +4,9 @@ column.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ __all__ = [
     "MoeParams",
     "build_params",
 ]
+
+_log = logging.getLogger(__name__)
 
 type Arrange = Callable[[PackedWeight, bool], Weight]  # `arranged` of a provider (contract `TakesPacked`)
 
@@ -154,12 +157,13 @@ def build_params(
 
     `coded`: products that the original computes on e4m3 rows get coded weights (kernels/reference/coded.py). `arrange`
     lays packed weights out for a provider's kernels; without it they are decoded. `consume`: layers and draft stages
-    are taken out of `weights` one by one, so that the model is never held twice.
+    are taken out of `weights` one by one, so that the model is never held twice. Packed weights that the kernels cannot
+    read are decoded, and a warning says how many.
     """
     form = _Form(coded, arrange)
     rotary = config.qk_rope_head_dim
     device = weights.embed.device
-    return ModelParams(
+    params = ModelParams(
         embed=weights.embed,
         head=_kn(weights.head.to(weights.embed.dtype)),
         norm=weights.norm.float(),
@@ -170,6 +174,14 @@ def build_params(
         frequencies=rope_frequencies(rotary, config.rope_theta, None).float().to(device),
         long_frequencies=rope_frequencies(rotary, config.compress_rope_theta, config.rope_scaling).float().to(device),
     )
+    if form.decoded:
+        _log.warning(
+            "%d packed weights were decoded, since these kernels cannot read their scales or shapes (the first has "
+            "shape %s): answers are the same, but they take more memory than `deepinfer plan` counts",
+            len(form.decoded),
+            list(form.decoded[0]),
+        )
+    return params
 
 
 def _kn(weight: Tensor) -> Tensor:
@@ -182,6 +194,7 @@ class _Form:
 
     coded: bool
     arrange: Arrange | None
+    decoded: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # shapes that could not be arranged
 
     def product(self, weight: Product, *, halves: bool = False) -> Weight:
         """weight [.., N, K], or packed -> [.., K, N]. `halves`: gate and up projections side by side."""
@@ -190,15 +203,19 @@ class _Form:
         if self.coded or self.arrange is None:
             values = weight.decoded(weight.dtype)
             return code_columns(values) if self.coded else values
-        return self.arrange(weight, halves)
+        made = self.arrange(weight, halves)
+        if isinstance(made, Tensor):
+            self.decoded.append(weight.shape)
+        return made
 
     def mlp(self, w1: Product, w3: Product, w2: Product) -> tuple[Weight, Weight]:
         """Gate and up projections side by side, and the down projection; both arranged or neither."""
         w13 = _side_by_side(w1, w3)
         made = self.product(w13, halves=True), self.product(w2)
         if isinstance(made[0], ArrangedWeight) != isinstance(made[1], ArrangedWeight):
-            decoded = _Form(self.coded, None)
-            made = decoded.product(w13), decoded.product(w2)
+            self.decoded.extend(one.shape for one in made if isinstance(one, ArrangedWeight))
+            plain = _Form(self.coded, None)
+            made = plain.product(w13), plain.product(w2)
         return made
 
 

@@ -70,6 +70,17 @@ def test_streams_equal_what_generate_returns() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_stream_begins_with_the_cached_tokens_however_soon_it_ends(max_tokens: int) -> None:
+    async def scenario(engine: Engine) -> None:
+        prompt = [9 + i % 300 for i in range(300)]
+        for cached_tokens in (0, 256):
+            ready, *_ = await read(engine.add_request(prompt, sampled(max_tokens=max_tokens)))
+            assert (ready.kind, ready.cached_tokens) == ("ready", cached_tokens)
+
+    run(scenario)
+
+
 def test_stop_strings_never_show_in_the_stream() -> None:
     with LLM(MODEL, **SETTINGS) as llm:
         free = llm.generate(PROMPTS[0], sampled(max_tokens=30), use_tqdm=False)[0].outputs[0].text

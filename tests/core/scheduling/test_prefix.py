@@ -247,6 +247,21 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     engine.scheduler.check_idle()
 
 
+@pytest.mark.parametrize("hit_tokens", [0, 256])
+def test_what_a_preempted_request_finds_of_itself_is_no_hit_of_its_prompt(hit_tokens: int) -> None:
+    engine = make_engine(num_drafts=0)
+    if hit_tokens:
+        engine.scheduler.add(prompt_of(300), SamplingParams(max_tokens=1), seed=0)
+        engine.run()
+    number = engine.scheduler.add(prompt_of(300), SamplingParams(max_tokens=400, ignore_eos=True), seed=0)
+    while len(engine.tokens.get(number, ())) < 300:
+        engine.step()
+    engine.scheduler._life.preempt(engine.scheduler._table.least_urgent())
+    engine.run()
+    assert engine.scheduler.stats.hit_tokens >= 512  # its prompt and a part of its answer, when it came back
+    assert engine.finished[number].hit_tokens == hit_tokens
+
+
 @pytest.mark.bad_input
 def test_kept_rows_that_do_not_refill_the_rings_are_refused_with_the_sum() -> None:
     config = release_config()

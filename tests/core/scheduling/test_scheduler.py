@@ -123,6 +123,18 @@ def test_drafts_leave_room_for_waiting_prompts() -> None:
     assert (plan.row_kind == RowKind.PREFILL).sum() >= 4
 
 
+@pytest.mark.parametrize("spare_rows", [1, 2, 3])
+def test_a_prompt_moves_on_beside_drafts_however_small_the_step_is(spare_rows: int) -> None:
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=2 + spare_rows, num_drafts=5, overlap=False)
+    decoding = [engine.scheduler.add(prompt_of(2), LONG, seed=i) for i in range(2)]
+    while len(engine.tokens) < len(decoding):
+        engine.step()
+    late = engine.scheduler.add(prompt_of(10), SamplingParams(max_tokens=1), seed=9)
+    for _ in range(10):
+        engine.step()
+    assert late in engine.finished
+
+
 def test_a_plan_made_ahead_names_tokens_by_their_place_in_the_held_block() -> None:
     engine = make_engine(num_drafts=3, overlap=True)
     engine.scheduler.add(prompt_of(10), LONG, seed=0)

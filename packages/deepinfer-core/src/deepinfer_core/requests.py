@@ -265,13 +265,16 @@ class AnswerBook:
     def distribute(self, outputs: StepOutputs) -> list[PreparedRequest]:
         """Hand the results of a step to their answers; the requests that are complete now."""
         complete: list[PreparedRequest] = []
+        hits_of_ended = {end.number: end.hit_tokens for end in outputs.finished}  # the scheduler has forgotten them
         for index, (number, tokens) in enumerate(outputs):
             entry = self._open.get(number)
             if entry is not None:
                 request, answer = entry
                 try:  # not `_failing_alone`: this runs for every request and step
                     if not answer.output.token_ids:
-                        request.ready(self._scheduler.hit_tokens(number), self._fingerprint)
+                        known = hits_of_ended.get(number)
+                        hits = self._scheduler.hit_tokens(number) if known is None else known
+                        request.ready(hits, self._fingerprint)
                     request.add(answer, tokens, outputs.logprobs.get(index, ()))
                 except Exception as error:
                     self._fail(request, error, complete)

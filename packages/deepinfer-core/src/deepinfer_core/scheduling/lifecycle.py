@@ -124,7 +124,8 @@ class Lifecycle:
         table.next_position[slot] = reuse.first_position
         table.window_from[slot] = reuse.window_from
         request.first_scheduled_s = request.first_scheduled_s or now
-        request.hit_tokens = max(request.hit_tokens, reuse.shared_tokens)
+        if request.hit_tokens is None:
+            request.hit_tokens = reuse.shared_tokens
         self.stats.lookups[reuse.outcome] += 1
         if reuse.outcome is HitOutcome.HIT:
             self.stats.hit_tokens += reuse.shared_tokens
@@ -212,7 +213,7 @@ class Lifecycle:
             reason=reason,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.num_output_tokens,
-            hit_tokens=request.hit_tokens,
+            hit_tokens=request.hit_tokens or 0,
             stop_reason=stop_reason,
             error=error,
             num_preemptions=request.num_preemptions,

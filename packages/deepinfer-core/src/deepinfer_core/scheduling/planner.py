@@ -3,7 +3,7 @@
     rows of a step   | anchors of all decoding requests | drafts | chunks of running prompts | chunks of newcomers |
                      |<------------------------------ max_num_batched_tokens ------------------------------------->|
 
-Drafts leave a quarter of the step to prompts that are waiting for rows, so that neither starves the other.
+Drafts leave a quarter of the step, rounded up, to prompts that are waiting for rows, so that neither starves the other.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Planner:
         if table.num_drafts == 0:
             return np.zeros(len(slots), np.int64), np.zeros((0, len(slots)), np.float32)
         caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
-        reserved = min(self._waiting_prompt_rows(), (self._max_rows - len(slots)) // _PROMPT_SHARE)
+        reserved = min(self._waiting_prompt_rows(), -(-(self._max_rows - len(slots)) // _PROMPT_SHARE))
         # np.take along the long axis is four times as fast as indexing with [:, slots]
         survival = np.take(table.survival, slots, axis=1)
         stale = np.take(table.stale_survival, slots, axis=1) if self._speculation.needs_stale else survival

@@ -113,7 +113,7 @@ class Request:
     prompt_scored: int = 0  # prompt tokens after the first whose log-probabilities were handed out
     strikes: int = 0  # failed steps it took part in
     suspect_until: int = 0  # runs alone until it has this many tokens
-    hit_tokens: int = 0
+    hit_tokens: int | None = None  # of the prompt, at the first admission: what it finds again later is its own work
     num_preemptions: int = 0
     first_scheduled_s: float = 0.0
     first_token_s: float = 0.0

@@ -255,7 +255,7 @@ class Scheduler:
     def hit_tokens(self, number: int) -> int:
         """Prompt tokens of an unfinished request that were found in the cache; 0 if it is not known."""
         request = self._life.requests.get(number)
-        return 0 if request is None else request.hit_tokens
+        return 0 if request is None else request.hit_tokens or 0
 
     # ---- what it knows ----------------------------------------------------------------------------------------------
 

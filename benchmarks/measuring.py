@@ -81,9 +81,9 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(output: Path | None, results: Mapping[str, Any]) -> None:
-    """Print them, and write them beside the machine."""
+    """Write them beside the machine, and print them: a reader that has gone away costs no results."""
     text = json.dumps({"machine": machine(), **results}, indent=1) + "\n"
-    print(text)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
+    print(text)

@@ -260,6 +260,21 @@ def test_doctor_calls_a_folder_without_its_shards_broken(shardless: Path) -> Non
     assert "model-00001-of-00002.safetensors is missing" in found.detail
 
 
+@pytest.mark.bad_input
+def test_a_wrong_path_is_said_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "/nowhere", "hello"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("deepinfer generate: the model '/nowhere' is no folder")
+    assert "max_num_seqs" not in error
+
+
+def test_doctor_names_everything_that_a_folder_lacks(tmp_path: Path) -> None:
+    shutil.copy(Path(MODEL) / "config.json", tmp_path)
+    broken = {finding.what: finding.detail for finding in examine(str(tmp_path)) if finding.state == "broken"}
+    assert "tokenizer.json" in broken["tokenizer"]
+    assert "neither model.safetensors.index.json nor model.safetensors" in broken["model"]
+
+
 def test_bench_measures_both_phases(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--batch", "1,2", "--prompt-tokens", "8", "--output-tokens", "32", "--repeats", "2", "--json"]
     assert main(["bench", *words, *SMALL]) == 0

@@ -104,6 +104,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         (["bench", "--workload", "chat", "--plot", "/nowhere/r.png"], "there is no folder /nowhere"),
         (["bench", "--workload", "chat", "--save-workload", "/"], "/ cannot be written: it is a folder"),
         (["bench", "--eplb", "--output", "/nowhere/r.json"], "there is no folder /nowhere"),
+        (["bench", "--eplb", "--eplb-steps", "110"], "no expert has moved before step 111; give at least 111"),
         (["bench", "--slice", "ep=64", "--output", "/nowhere/r.json"], "there is no folder /nowhere"),
         (["calibrate", "--output", "/nowhere/c.json"], "there is no folder /nowhere"),
         (["calibrate", "--records", "9"], "--records is 9"),

@@ -19,7 +19,7 @@ from deepinfer_core.config.checks import shown
 from deepinfer_core.config.env import read_text
 from deepinfer_core.errors import ModelNotFoundError
 
-__all__ = ["BUNDLED_MODEL", "RELEASED_MODEL", "resolve_model"]
+__all__ = ["BUNDLED_MODEL", "RELEASED_MODEL", "locate_model", "resolve_model"]
 
 BUNDLED_MODEL = "tiny"
 RELEASED_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
@@ -43,6 +43,14 @@ def resolve_model(
     `accelerator` decides what no name means; `revision` counts for the hub only. `weights=False` leaves shards there:
     config, index and tokenizer are enough for a plan. Raises ModelNotFoundError, which says what to name or set.
     """
+    place = locate_model(model, accelerator=accelerator)
+    if isinstance(place, Path):
+        return place
+    return _existing_folder(_download(place, revision, weights, progress), f"the hub's {place}")
+
+
+def locate_model(model: str | Path | None = None, *, accelerator: str = "cpu") -> Path | str:
+    """`resolve_model` as far as it needs no network: the folder, or the name on the hub. Raises ModelNotFoundError."""
     if model is None:
         folder = read_text(_MODEL_VARIABLE)
         if folder is not None:
@@ -52,7 +60,7 @@ def resolve_model(
         return _existing_folder(_BUNDLED_FOLDER, "this installation lacks the bundled model 'tiny':")
     path = _local(model)
     if isinstance(model, str) and _HUB_NAME.fullmatch(model) and not _answers(path.exists):
-        return _existing_folder(_download(model, revision, weights, progress), f"the hub's {model}")
+        return model
     return _existing_folder(path, "the model")
 
 

@@ -49,10 +49,16 @@ def add_eplb_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_eplb(args: argparse.Namespace) -> int:
     """Record, replay, print."""
-    steps = check_integer("--eplb-steps", args.eplb_steps, 2, 1_000_000, ConfigError)
     devices = check_integer("--eplb-devices", args.eplb_devices, 2, 1_024, ConfigError)
     window = check_integer("--eplb-window", args.eplb_window, 1, 1_000_000, ConfigError)
     interval = check_integer("--eplb-interval", args.eplb_interval, 1, 1_000_000, ConfigError)
+    steps = check_integer("--eplb-steps", args.eplb_steps, 2, 1_000_000, ConfigError)
+    first = interval + ReplayCosts().steps_to_move  # the first step with experts that were moved, counted from 0
+    if steps <= first:
+        raise ConfigError(
+            f"--eplb-steps is {steps} and --eplb-interval {interval}: no expert has moved before step {first + 1}; "
+            f"give at least {first + 1} steps, or a shorter interval"
+        )
     skew = args.eplb_skew if args.eplb_skew is None else check_number("--eplb-skew", args.eplb_skew, 0, 5, ConfigError)
     check_outputs(args.output)
     check_plot(args.plot)

@@ -47,7 +47,7 @@ class SliceResult:
 
 def add_slice_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of a slice; --requests is shared with workloads."""
-    group = parser.add_argument_group("one rank of a cluster, random weights, no communication")
+    group = parser.add_argument_group("one rank of a cluster, random weights, no communication; needs an accelerator")
     group.add_argument("--slice", metavar="ep=N", help="one of N ranks that share the experts")
     group.add_argument("--context", type=int, default=131_072, help="tokens of each request (131072)")
     group.add_argument("--drafts", type=int, default=3, help="drafts a step (3)")

@@ -207,13 +207,18 @@ def _model(model: str | None) -> Iterator[Finding]:
     # Of a model on the hub what is small; its shards are fetched when it runs.
     folder = resolve_model(model, accelerator=choice.name, weights=False)
     config = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.from_path(folder, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+    try:
+        tokenizer = Tokenizer.from_path(folder, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+        token_ids = f"{len(tokenizer)} token ids"
+    except DeepInferError as error:  # the shards may be missing, too
+        token_ids = "no tokenizer"
+        yield Finding("tokenizer", "broken", str(error))
     is_of_hub = model not in (None, BUNDLED_MODEL) and Path(model).expanduser() != folder
     missing = missing_shards(folder) if is_of_hub else []
     if missing:
         yield Finding(
             "model", "note",
-            f"{folder}: {config.num_hidden_layers} layers, {len(tokenizer)} token ids, context "
+            f"{folder}: {config.num_hidden_layers} layers, {token_ids}, context "
             f"{config.max_position_embeddings}; {len(missing)} shards are not here, the first is {missing[0]}",
             "they are fetched when the model first runs",
         )  # fmt: skip
@@ -222,5 +227,5 @@ def _model(model: str | None) -> Iterator[Finding]:
     yield Finding(
         "model", "ok",
         f"{folder}: {config.num_hidden_layers} layers, {len(checkpoint.tensors)} tensors in {len(checkpoint.headers)} "
-        f"shards, {len(tokenizer)} token ids, context {config.max_position_embeddings}",
+        f"shards, {token_ids}, context {config.max_position_embeddings}",
     )  # fmt: skip

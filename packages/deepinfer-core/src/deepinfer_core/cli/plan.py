@@ -263,8 +263,11 @@ def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
         f"{asked} {fit}: {_shown(plan.ranks[0].total)} on the fullest of {_shown(work.budget_bytes)} "
         f"({work.memory_fraction:.0%} of {_shown(work.device_bytes or 0)})."
     )
-    if plan.ranks[0].total > work.budget_bytes and work.form == "bfloat16":
-        sentences.append("NVIDIA kernels can read FP8 and FP4 weights packed (weight_form): see --form products.")
+    if work.form == "bfloat16" and (plan.ranks[0].total > work.budget_bytes or _fills_half(plan)):
+        sentences.append(
+            "Counted with weights in bfloat16. NVIDIA kernels can hold FP8 and FP4 weights packed, and do where "
+            "bfloat16 takes more than half of a device (weight_form): see --form experts and --form products."
+        )
     if work.host_bytes is not None and plan.host_bytes > work.host_bytes:
         sentences.append(f"The host has {_shown(work.host_bytes)}; --engram disk or device needs less of it.")
     limits = plan.limits
@@ -274,6 +277,11 @@ def _sentences(plan: MemoryPlan, config: ModelConfig) -> list[str]:
         f"Fewest devices: {limits.num_devices or 'no number of them is enough'}."
     )
     return sentences
+
+
+def _fills_half(plan: MemoryPlan) -> bool:
+    """Whether the weights alone take more than half of a device, as far as `weight_form=auto` lets them."""
+    return 2 * sum(plan.ranks[0].weights.values()) > (plan.workload.device_bytes or 0)
 
 
 def _engram_sentence(plan: MemoryPlan) -> str:

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deepinfer_core.checkpoint.resolve import locate_model
 from deepinfer_core.config.engine import ResolvedSettings, all_settings
+from deepinfer_core.kernels.registry import choose_provider
 from deepinfer_core.parallel.launch import Rendezvous
 from deepinfer_core.runtime.running import RunningEngine
 from deepinfer_core.runtime.start import start_engine
@@ -27,6 +29,8 @@ def start_announced(resolved: ResolvedSettings) -> RunningEngine:
     meeting = Rendezvous.from_environment()
     if resolved.config.quiet or (meeting is not None and meeting.local_rank > 0):  # one of a machine's ranks speaks
         return start_engine(resolved.config)
+    # What names no device or no model is said alone, not below a table.
+    locate_model(resolved.config.model, accelerator=choose_provider(resolved.config.accelerator).name)
     console = Console(stderr=True)
     console.print(_table(resolved))
     for note in resolved.notes:

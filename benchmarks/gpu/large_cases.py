@@ -9,8 +9,9 @@ experts         some with several tiles of rows, one with none
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from deepinfer_core.kernels.conformance.case import CacheContent, Case, Inputs
 from deepinfer_core.kernels.conformance.sampling_cases import sampling_cases
 from deepinfer_core.kernels.contract import Kernels
 from deepinfer_core.kernels.reference.coded import code_columns
+from deepinfer_core.kernels.reference.packed import FP4_ROWS, FP8_ROWS, pack_columns
 from deepinfer_core.kernels.reference.records import INDEX
 from deepinfer_core.kernels.reference.rounding import round_index
 
@@ -92,8 +94,12 @@ def _products() -> Iterator[Case]:
         def coded(o: Kernels, r: Inputs, s: Inputs) -> tuple[torch.Tensor, ...]:
             return (o.linear(r["x"], code_columns(s["w"])),)
 
+        def packed(o: Kernels, r: Inputs, s: Inputs) -> tuple[torch.Tensor, ...]:
+            return (o.linear(r["x"], pack_columns(s["w"], FP8_ROWS)),)
+
         yield Case("linear", f"{k}x{n}", make, lambda o, r, s: (o.linear(r["x"], s["w"]),))
         yield Case("linear", f"{k}x{n}-coded", make, coded, coded=True)
+        yield Case("linear", f"{k}x{n}-packed", make, packed, packed=True)
         yield Case("head_logits", f"{k}x{n}", make, lambda o, r, s: (o.head_logits(r["x"], s["w"]),))
 
 
@@ -111,11 +117,18 @@ def _experts() -> Iterator[Case]:
         w13 = torch.randn(experts, dim, 2 * width, generator=g) * dim**-0.5
         return row, {"w13": w13, "w2": torch.randn(experts, width, dim, generator=g) * width**-0.5}
 
-    for is_coded in (False, True):
+    forms: dict[str, Callable[[torch.Tensor], Any]] = {
+        "": lambda weight: weight,
+        "-coded": code_columns,
+        "-packed": lambda weight: pack_columns(weight, FP4_ROWS),
+    }
+    for form, stored in forms.items():
 
-        def run(o: Kernels, r: Inputs, s: Inputs, is_coded: bool = is_coded) -> tuple[torch.Tensor, ...]:
-            weights = [code_columns(s[name]) if is_coded else s[name] for name in ("w13", "w2")]
-            return (o.run_experts(r["x"], r["weights"], o.plan_experts(r["ids"], experts), *weights, 1.5),)
+        def run(
+            o: Kernels, r: Inputs, s: Inputs, stored: Callable[[torch.Tensor], Any] = stored
+        ) -> tuple[torch.Tensor, ...]:
+            plan, w13, w2 = o.plan_experts(r["ids"], experts), stored(s["w13"]), stored(s["w2"])
+            return (o.run_experts(r["x"], r["weights"], plan, w13, w2, 1.5),)
 
-        name = f"{dim}x{width}-{chosen}/{experts}" + ("-coded" if is_coded else "")
-        yield Case("run_experts", name, make, run, coded=is_coded)
+        name = f"{dim}x{width}-{chosen}/{experts}{form}"
+        yield Case("run_experts", name, make, run, coded=form == "-coded", packed=form == "-packed")

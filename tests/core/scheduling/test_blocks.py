@@ -35,6 +35,15 @@ def test_clean_blocks_go_before_cached_ones_and_cached_ones_by_age() -> None:
     assert pool.allocate(1) == young
 
 
+def test_an_evicted_block_is_clean_when_it_comes_back() -> None:
+    pool, _ = make_pool(1)
+    block = pool.allocate(1)
+    pool.mark_hashed(block[0])
+    pool.release(block)
+    pool.release(pool.allocate(1))
+    assert (pool.num_available, pool.num_cached) == (1, 0)
+
+
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     pool, evicted = make_pool(3)
     chain = pool.allocate(3)

@@ -117,6 +117,19 @@ def test_a_failure_of_any_block_allocation_costs_one_request(overlap: bool, monk
         assert "told to fail" in (engine.finished[failed.pop()].error or "")
 
 
+def test_a_hit_is_given_back_if_the_other_blocks_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(count: int) -> list[int]:
+        raise CapacityError(f"told to fail with {count}")
+
+    engine = make_engine(max_num_batched_tokens=1024)
+    for _ in range(2):
+        number = engine.scheduler.add(prompt_of(600), PARAMS, seed=1)
+        engine.run()
+        monkeypatch.setattr(engine.scheduler.ledger.pool, "allocate", refuse)
+    assert "told to fail with 1" in (engine.finished[number].error or "")  # four of five blocks are cached
+    engine.scheduler.check_idle()
+
+
 class Recorder:
     """A watcher that stops or raises at the n-th token."""
 
@@ -275,6 +288,34 @@ def test_a_result_for_a_former_tenant_is_dropped() -> None:
     assert engine.tokens[second] == alone(prompt_of(9), PARAMS, 10, 2048)
 
 
+def test_prompt_logprobs_of_a_former_tenant_are_dropped() -> None:
+    engine = make_engine(max_num_seqs=1)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0)
+    first = engine.scheduler.add(prompt_of(9), params, seed=9)
+    plan, result = one_step(engine)
+    engine.scheduler.abort(first)
+    engine.scheduler.add(prompt_of(9, 1), params, seed=9)
+    assert engine.scheduler.schedule() is not None  # the second has the slot before the first one's step is committed
+    assert engine.scheduler.commit(plan, result).prompt_logprobs == {}  # type: ignore[arg-type]
+
+
+def test_a_failed_step_of_a_former_tenant_costs_the_next_one_nothing() -> None:
+    engine = make_engine(max_num_seqs=1, num_drafts=0)
+    first = engine.scheduler.add(prompt_of(9), SamplingParams(stop_token_ids=list(range(VOCAB))), seed=9)
+    plan, result = one_step(engine)
+    ahead = engine.scheduler.schedule()  # it is not known yet that the first token was the last
+    assert ahead is not None
+    engine.collect(engine.scheduler.commit(plan, result))  # type: ignore[arg-type]
+    assert first in engine.finished
+    second = engine.scheduler.add(prompt_of(8), PARAMS, seed=8)
+    plan, result = one_step(engine)
+    engine.scheduler.abandon(ahead, "lost")
+    engine.collect(engine.scheduler.commit(plan, result))  # type: ignore[arg-type]
+    assert len(engine.tokens[second]) == 1  # of the step that was planned before the failure was known
+    engine.run()
+    assert engine.tokens[second] == alone(prompt_of(8), PARAMS, 8, 2048)
+
+
 def test_plans_are_committed_in_order() -> None:
     engine = make_engine()
     engine.scheduler.add(prompt_of(9), PARAMS, seed=9)
@@ -375,3 +416,26 @@ def test_a_suspect_that_loses_its_slot_runs_alone_again(overlap: bool) -> None:
         engine.step()
     assert taken == 3
     check(engine, expected, failed=set())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_shares_a_step_with_a_suspect(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(overlap=overlap, max_num_batched_tokens=64)
+    quarantine, launch = engine.scheduler._life.quarantine, engine.device.launch
+    segments: list[int] = []  # of the steps of the suspect
+
+    def watched(plan: StepPlan) -> Ticket:
+        if quarantine.alone is not None:
+            segments.append(plan.num_segments)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.device, "launch", watched)
+    for length in (3, 260):  # one decodes and one has a part of its prompt when the suspect comes
+        engine.scheduler.add(prompt_of(length, length), PARAMS, seed=length)
+    engine.step()
+    suspect = engine.scheduler.add(prompt_of(100), PARAMS, seed=7, external=True)
+    for _ in range(2):
+        quarantine.strike(engine.scheduler._life.requests[suspect])
+    engine.run()
+    assert segments == [1, 1]  # 64 rows, then 36 and the first token
+    assert engine.tokens[suspect] == alone(prompt_of(100), PARAMS, 7, 2048)

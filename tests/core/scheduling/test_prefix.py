@@ -227,6 +227,28 @@ def test_generated_tokens_can_be_hit_by_the_next_turn() -> None:
     assert engine.scheduler.stats.hit_tokens == 512
 
 
+@pytest.mark.parametrize("total", [383, 384, 385])
+def test_a_block_whose_last_token_was_drawn_and_never_run_is_no_hit(total: int) -> None:
+    engine = make_engine(max_num_batched_tokens=1024)
+    prompt = prompt_of(200)
+    number = engine.scheduler.add(prompt, SamplingParams(max_tokens=total - 200, ignore_eos=True), seed=4)
+    engine.run()
+    turn = [*prompt, *engine.tokens[number], *prompt_of(60, 1)]
+    assert serve(engine, turn, 5) == alone(turn, ONE, 5, 2048)
+    assert engine.scheduler.stats.hit_tokens == (total - 1) // 128 * 128
+
+
+def test_a_hit_that_leaves_no_block_for_the_rest_waits_for_one() -> None:
+    engine = make_engine(num_blocks=10, max_num_batched_tokens=1024)
+    prompt = prompt_of(513)
+    serve(engine, prompt, 1)  # leaves four cached blocks and six clean ones
+    for seed in (2, 3):
+        engine.scheduler.add(prompt_of(257, seed), SamplingParams(max_tokens=20, ignore_eos=True), seed=seed)
+    engine.step()  # takes the clean ones
+    assert serve(engine, prompt, 4) == alone(prompt, ONE, 4, 1280)
+    assert engine.scheduler.stats.hit_tokens == 512
+
+
 def test_a_long_request_does_not_flush_a_prefix_while_clean_blocks_are_left() -> None:
     engine = make_engine(max_num_batched_tokens=1024, num_blocks=24, max_model_len=2048)
     serve(engine, prompt_of(600, 1), 1)

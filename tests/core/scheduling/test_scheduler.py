@@ -202,6 +202,18 @@ def test_a_more_urgent_request_goes_first_and_arrival_decides_among_equals() -> 
     assert ended == [order[2], order[0], order[3], order[1]]
 
 
+def test_of_two_prompts_in_hand_the_more_urgent_one_gets_its_rows_first() -> None:
+    engine = make_engine(max_num_batched_tokens=64, overlap=False, max_prefill_chunk_tokens=40)
+    engine.scheduler.add(prompt_of(400), LONG, seed=0)
+    engine.step()
+    engine.scheduler.add(prompt_of(400, 1), LONG, seed=1, priority=-1)
+    engine.step()
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert plan.segment_slot.tolist() == [1, 0]
+    assert np.diff(plan.segment_start).tolist() == [40, 24]
+
+
 def test_priority_is_a_head_start_that_runs_out() -> None:
     engine = make_engine(max_num_seqs=1, overlap=False, priority_head_start=10)
     low = engine.scheduler.add(prompt_of(3), SamplingParams(max_tokens=1), seed=0, priority=1)

@@ -225,6 +225,25 @@ def test_priority_is_a_head_start_that_runs_out() -> None:
     assert sorted(ended) == sorted([low, *others])
 
 
+@pytest.mark.parametrize("way_out", ["the head is aborted", "a more urgent one comes"])
+def test_a_head_that_does_not_fit_holds_nobody_back_when_it_is_the_head_no_more(way_out: str) -> None:
+    engine = make_engine(num_blocks=10, max_num_batched_tokens=1024)
+    running = engine.scheduler.add(prompt_of(700), SamplingParams(max_tokens=300, ignore_eos=True), seed=0)
+    large = engine.scheduler.add(prompt_of(600), LONG, seed=1)
+    small = engine.scheduler.add(prompt_of(5), SamplingParams(max_tokens=2), seed=2)
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.num_waiting == 2
+    if way_out == "the head is aborted":
+        engine.scheduler.abort(large)
+    else:
+        small = engine.scheduler.add(prompt_of(5), SamplingParams(max_tokens=2), seed=3, priority=-1)
+    for _ in range(5):
+        engine.step()
+    assert small in engine.finished
+    assert running not in engine.finished
+
+
 def test_requests_beyond_the_slots_wait_and_all_are_served() -> None:
     engine = make_engine(max_num_seqs=3)
     expected = dict(submit(engine, prompt_of(20, i), SamplingParams(max_tokens=9), seed=i) for i in range(20))

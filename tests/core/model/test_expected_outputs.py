@@ -158,15 +158,9 @@ def test_drafts_and_confidences(tiny: TinyModel) -> None:
             main_x = drafter.main_input(out.features)[:anchor]
             trace = DraftTrace([])
             one = torch.ones(1, dtype=torch.int64)
-            draft = drafter.propose(
-                one * case["anchor_token"],
-                one * anchor,
-                one * 0,
-                one * 0,
-                state,
-                lambda _, logits: logits.argmax(-1),
-                trace=trace,
-            )
+            token = one * case["anchor_token"]
+            block = drafter.make_block(token, one * anchor, one * 0, one * 0, state, trace=trace)
+            draft = drafter.draw_block(block, token, lambda _, logits: logits.argmax(-1))
         prefix = f"dspark.{anchor}"
         expected_main = tiny.tensors[f"{prefix}.main_x"]
         assert (main_x[-len(expected_main) :] - expected_main).abs().max().item() <= 1e-3

@@ -58,7 +58,7 @@ class DraftOutput:
 
 @dataclass
 class DraftTrace:
-    """Intermediate values for tests; filled only if it is passed to `propose`."""
+    """Intermediate values for tests; filled only if it is passed on."""
 
     streams: list[Tensor]  # after each stage [S * n, S', D]
     hidden: Tensor | None = None
@@ -95,24 +95,6 @@ class Drafter:
                 rows.tail_share.run((cache,), f"context keys of draft stage {number}")
             self.kernels.copy_rows(cache, rows.commit.destination, rows.commit.source)
 
-    def propose(
-        self,
-        anchor: Tensor,
-        anchor_position: Tensor,
-        slot: Tensor,
-        visible_from: Tensor,
-        state: ModelState,
-        draw: DrawToken,
-        num_steps: int | None = None,
-        trace: DraftTrace | None = None,
-    ) -> DraftOutput:
-        """anchor tokens [S] at anchor_position [S] of slot [S]; context below visible_from [S] does not exist.
-
-        The first `num_steps` proposals of the block are drawn (None = all of them).
-        """
-        made = self.make_block(anchor, anchor_position, slot, visible_from, state, num_steps, trace)
-        return self.draw_block(made, anchor, draw)
-
     def make_block(
         self,
         anchor: Tensor,
@@ -123,7 +105,9 @@ class Drafter:
         num_steps: int | None = None,
         trace: DraftTrace | None = None,
     ) -> DraftBlock:
-        """The part of `propose` before the first draw; arguments as there."""
+        """Everything before the first draw. anchor tokens [S] at anchor_position [S] of slot [S]; context below
+        visible_from [S] does not exist. The first `num_steps` proposals are prepared, None = the whole block.
+        """
         block = self.with_logits(self.run_stages(anchor, anchor_position, slot, visible_from, state, num_steps, trace))
         if trace is not None:
             trace.base_logits = block.base_logits

@@ -175,6 +175,13 @@ def test_a_trigger_of_the_original_delays_the_grammar() -> None:
     assert (structured.after, structured.until) == ((7, 8), 9)
 
 
+def test_a_schema_beside_json_object_is_followed() -> None:
+    so_args: dict[str, Any] = {"schema_type": "json_object", "schema": {"required": ["a"]}}
+    assert StructuredOutput.from_so_args(so_args).json == '{"required":["a"]}'
+    for nothing in (None, {}, ""):
+        assert StructuredOutput.from_so_args({"schema_type": "json_object", "schema": nothing}).json_object
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):

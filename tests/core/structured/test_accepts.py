@@ -67,6 +67,11 @@ def test_the_command_says_where_it_breaks(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines()[0] == 'no: illegal at character 2, "\u00e9"; there must come "c"'
 
 
+def test_the_command_shows_the_beginning_of_a_long_text_that_has_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grammar", "--regex", "a{200}b", "--accepts", "aa"]) == 1
+    assert capsys.readouterr().out.splitlines()[0].endswith(f'there must come "{"a" * 80}" ...')
+
+
 def test_the_command_reads_grammars_and_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

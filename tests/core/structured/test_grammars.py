@@ -143,6 +143,13 @@ def test_the_choice_of_lexemes_never_changes_the_language(grammar: str, byte_gra
     walk("")
 
 
+def test_gbnf_names_may_begin_with_digits_and_dashes(byte_grammars: GrammarCompiler) -> None:
+    """What llama.cpp makes of properties such as "1" and "$id"."""
+    grammar = 'root ::= "{" 1-kv ("," -id-kv)? "}"\n1-kv ::= [0-9]{2}\n-id-kv ::= "x"'
+    assert _accepts(byte_grammars, StructuredOutput(grammar=grammar), "{12,x}")
+    assert not _accepts(byte_grammars, StructuredOutput(grammar=grammar), "{12,}")
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("grammar", "reason"),
@@ -207,6 +214,13 @@ def test_lark_ignores_text_between_terminals_only(byte_grammars: GrammarCompiler
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "grammar", ['// not a ::= b\nstart: "x" "="', 'start: "x"\n     | /x::=/ | "x="', '# root ::= "a"\nstart: /x=/']
+)
+def test_lark_that_mentions_the_sign_of_gbnf_is_lark(grammar: str, byte_grammars: GrammarCompiler) -> None:
+    assert _accepts(byte_grammars, StructuredOutput(grammar=grammar), "x=")
+
+
 def test_lark_flags_and_optional_groups(byte_grammars: GrammarCompiler) -> None:
     structured = StructuredOutput(grammar='start: "yes"i ["," /x.z/s]\n')
     assert [_accepts(byte_grammars, structured, text) for text in ("YeS", "yes,x\nz", "yes,", "ye")] == [
@@ -262,10 +276,34 @@ def test_a_regular_expression_means_what_it_means_in_python(pattern: str, byte_g
         assert accepted == bool(compiled.fullmatch(text)), text
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"[\w-.]+", "a-.1", "a,"),  # as in many expressions for e-mail addresses; an error in Python
+        (r"[a-\d]", "a-5", "b/"),
+        (r"[\s-]", " -", "x"),
+        (r"[\w-]", "x-", "+"),
+        (r"[^\w-]", "+ ", "x-"),
+        (r"[\p{Lu}-z]", "A-z", "ab"),
+        (r"\0", "\0", "0"),
+        (r"[\0-\x02]", "\0\1", "0"),
+        (r"[\b]", "\b", "b"),
+    ],
+)
+def test_a_regular_expression_means_what_it_means_in_ecmascript(
+    pattern: str, good: str, bad: str, byte_grammars: GrammarCompiler
+) -> None:
+    structured = StructuredOutput(regex=pattern)
+    texts = [good] if pattern.endswith("+") else list(good)
+    assert all(_accepts(byte_grammars, structured, text) for text in texts)
+    assert not any(_accepts(byte_grammars, structured, text) for text in ([bad] if pattern.endswith("+") else bad))
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
+        ("\\07", "an octal escape at character 0"),
         ("a(?=b)", "look-ahead at character 1"),
         ("(?<!a)b", "negative look-behind at character 0"),
         ("(a)\\1", "backreference at character 3"),

@@ -112,7 +112,8 @@ def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -
         ({"minLength": 1.5}, "#/minLength"),
         ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength (5)"),
         ({"type": "integer", "minimum": 1.2, "maximum": 1.7}, "contains no integer"),
-        ({"type": "string", "format": "fancy"}, "Unknown format"),
+        ({"type": "string", "format": "fancy"}, "format 'fancy' at #, which cannot be enforced; known are base64, "),
+        ({"type": ["null", "string"], "format": 7}, "format 7 at #"),
         ({"type": "string", "format": "unknown"}, "format 'unknown' at #"),
         ({"type": "integer", "multipleOf": -3}, "-3 at #/multipleOf"),
         ({"type": "number", "multipleOf": 0}, "0 at #/multipleOf"),
@@ -128,6 +129,10 @@ def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -
         ({"$ref": "#/$defs/none"}, "'#/$defs/none' at #"),
         ({"$ref": "other.json"}, "nothing is fetched"),
         ({"$ref": 5}, "at #"),
+        ({"minimum": "3"}, "'3' at #/minimum; it must be a number"),
+        ({"items": {"exclusiveMaximum": None}}, "None at #/items/exclusiveMaximum"),
+        ({"type": "integer", "minimum": 2**63}, "bound at #/minimum beyond 64 bits"),
+        ({"type": "number", "exclusiveMaximum": -1e30}, "bound at #/exclusiveMaximum beyond 64 bits"),
     ],
 )
 def test_a_schema_that_makes_no_sense_is_refused_with_the_reason(
@@ -157,6 +162,29 @@ def test_an_endless_part_that_need_not_be_written_cannot_be_begun(byte_grammars:
     ],
 )
 def test_older_drafts_mean_what_they_meant(schema: Any, good: str, bad: str, byte_grammars: GrammarCompiler) -> None:
+    assert _accepts(byte_grammars, schema, good)
+    assert not _accepts(byte_grammars, schema, bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        # "if" demands nothing here and is left out, but what it holds is referred to.
+        ({"$ref": "#/if", "if": {"items": {"$ref": "#/if/$defs/q"}, "$defs": {"q": {"const": 1}}}}, "[1]", "[2]"),
+        ({"$ref": "x:y", "then": {"$id": "x:y", "type": "integer"}}, "5", '"a"'),
+        # An identifier among values is a value.
+        ({"$ref": "#a", "$defs": {"e": {"enum": [{"$anchor": "a", "type": "null"}]},
+                                  "s": {"$anchor": "a", "const": 1}}}, "1", "null"),
+        ({"properties": {"enum": {"$anchor": "a", "const": 1}}, "$ref": "#/$defs/x", "$defs": {"x": {
+            "type": "object", "additionalProperties": {"$ref": "#a"}}}}, '{"enum":1}', '{"enum":2}'),
+        # A base that urljoin does not know.
+        ({"$ref": "urn:x", "$defs": {"a": {"$id": "urn:x", "$ref": "#/$defs/b", "$defs": {"b": {"const": 1}}},
+                                     "b": {"const": 2}}}, "1", "2"),
+    ],
+)  # fmt: skip
+def test_references_lead_where_the_specification_says(
+    schema: Any, good: str, bad: str, byte_grammars: GrammarCompiler
+) -> None:
     assert _accepts(byte_grammars, schema, good)
     assert not _accepts(byte_grammars, schema, bad)
 

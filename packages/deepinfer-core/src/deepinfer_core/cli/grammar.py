@@ -19,6 +19,7 @@ from deepinfer_core.structured import Verdict, check_text
 __all__ = ["add_parser", "run"]
 
 _MAX_FILE_BYTES = 4 << 20
+_MOST_SHOWN = 80  # characters of the text that has to come
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,7 +78,9 @@ def _reason(verdict: Verdict, text: str) -> str:
         where = f"the text ends at character {verdict.position}, too early"
     else:
         where = f"illegal at character {verdict.position}, {_quoted(text[verdict.position or 0])}"
-    return f"{where}; there must come {_quoted(verdict.next_text)}" if verdict.next_text else where
+    more = " ..." if len(verdict.next_text) > _MOST_SHOWN else ""
+    next_text = _quoted(verdict.next_text[:_MOST_SHOWN]) + more
+    return f"{where}; there must come {next_text}" if verdict.next_text else where
 
 
 def _quoted(text: str) -> str:

@@ -71,4 +71,7 @@ def check_integers(
     items = cast("Collection[Any]", values)
     if len(items) > max_count:
         raise error(f"{name} has {len(items)} entries; at most {max_count} are allowed")
+    # A prompt of a million tokens is not named one by one.
+    if all(type(item) is int for item in items) and (not items or (low <= min(items) and max(items) <= high)):
+        return tuple(items)
     return tuple(check_integer(f"{name}[{i}]", item, low, high, error) for i, item in enumerate(items))

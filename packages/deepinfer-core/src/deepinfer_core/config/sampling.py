@@ -125,7 +125,8 @@ class StructuredOutput:
         if unknown:
             raise RequestError(f"so_args has the unknown key {shown(unknown[0])}; known are {', '.join(_SO_ARGS_KEYS)}")
         kind = check_choice("so_args.schema_type", so_args.get("schema_type"), tuple(_SO_ARGS_TYPES), RequestError)
-        name = _SO_ARGS_TYPES[kind]
+        # A schema beside json_object is one to follow.
+        name = "json" if kind == "json_object" and so_args.get("schema") else _SO_ARGS_TYPES[kind]
         if name != "json_object" and so_args.get("schema") is None:
             raise RequestError(f"so_args has the schema_type {kind!r} but no schema; give it under the key 'schema'")
         form: dict[str, Any] = {name: True if name == "json_object" else so_args["schema"]}

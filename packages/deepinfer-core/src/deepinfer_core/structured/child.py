@@ -35,7 +35,9 @@ def main() -> None:
         answer: dict[str, Any]
         try:
             source = convert(GrammarText(request["form"], request["text"]))
-            rehearse(start_matcher(tokenizer, source.text), vocabulary)
+            for text in (source.trial, source.text):
+                if text is not None:
+                    rehearse(start_matcher(tokenizer, text), vocabulary)
             answer = {"text": source.text, "enforced": source.enforced, "ignored": source.ignored}
         except GrammarError as error:
             answer = {"error": str(error)}

@@ -31,8 +31,8 @@ __all__ = ["parse_gbnf"]
 
 _TOKEN: Final = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
-      | (?P<rule>[A-Za-z_][\w-]*)(?=\s*::=)
-      | (?P<name>[A-Za-z_][\w-]*)
+      | (?P<rule>[\w-]+)(?=\s*::=)
+      | (?P<name>[\w-]+)
       | (?P<defines>::=)
       | (?P<string>"(?:[^"\\\n]|\\.)*")
       | (?P<class>\[(?:[^\]\\]|\\.)*\])

@@ -4,7 +4,7 @@
            ─► $ref resolved within the document; loops and schemas that no finite value satisfies found
            ─► regular expressions rewritten, older spellings modernised
 
-What llguidance adds to the refusals: formats that it doesn't know, `oneOf` whose branches may overlap,
+What llguidance adds to the refusals: `oneOf` whose branches may overlap,
 `patternProperties` that may overlap, bounds that contradict each other.
 
 The answer is compact JSON whose properties come in the order of the schema. Strings are written without \\u escapes:
@@ -13,6 +13,7 @@ with them a key could be spelled in a second way and slip past `properties`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,9 @@ from typing import Any, Final, cast
 
 from deepinfer_core.config.checks import shown
 from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured.bounds import MAX_EXACT, exact_bounds
+from deepinfer_core.structured.forcing import Fixed, fixed_of
+from deepinfer_core.structured.formats import check_format, spell_out_format
 from deepinfer_core.structured.keywords import (
     ANNOTATIONS,
     ENFORCED,
@@ -37,17 +41,10 @@ from deepinfer_core.structured.satisfiable import remove_impossible
 
 __all__ = ["CheckedSchema", "check_schema"]
 
-# Above this JSON readers that use float64 disagree about a number's value, llguidance among them.
-_MAX_EXACT_INTEGER: Final = 2**53
 _WRITABLE_CONTROLS: Final = "\b\f\n\r\t"
 _CONTROLS: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]|\\(?:x|u00)(?:0[0-7BbEeFf]|1[0-9A-Fa-f])")
 _CLASSES: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _IDENTIFIERS: Final = frozenset({"$anchor", "$id", "$schema", "id"})
-# llguidance's dates have a 29th of February in every year; this holds for those that the calendar has.
-_CALENDAR: Final = (
-    "^(?:[0-9]{4}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|"
-    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
 
 # Compact JSON, every keyword enforced, one spelling for every string (the docstring says why no \u escapes).
 _JSON_OPTIONS: Final = {
@@ -74,6 +71,7 @@ class CheckedSchema:
         self._nodes: dict[int, dict[str, Any]] = {}
         self._targets: dict[int, Any] = {}  # by id of the node that has the $ref
         self._num_enum_values = self._num_properties = 0
+        self._longest_fixed = self._total_fixed = 0  # characters of texts that values, names and patterns fix
 
     def check(self) -> None:
         """Walk every subschema, also those that only a $ref leads to."""
@@ -88,8 +86,7 @@ class CheckedSchema:
             open_nodes += self._check_node(node, where)
         remove_impossible(self.root, list(self._nodes.values()), self._targets)
         for node in self._nodes.values():
-            if node.get("format") in ("date", "date-time"):
-                node["allOf"] = [*node.get("allOf", []), {"pattern": _CALENDAR}]
+            spell_out_format(node)
         self._rewrite_references()
 
     def _check_node(self, node: dict[str, Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -99,8 +96,14 @@ class CheckedSchema:
             yield from _schema(target, str(node["$ref"]))
         _modernise(node)
         _check_shapes(node, where)
+        exact_bounds(node, where)
+        unknown_format = check_format(node, where)
+        if unknown_format is not None:
+            self.ignored.add(f"format {unknown_format}")
+        elif "format" in node:
+            self.enforced.add("format")
         self._check_values(node, where)
-        _rewrite_patterns(node, where)
+        self._rewrite_patterns(node, where)
         for keyword in SCHEMAS_BY_NAME:
             for name, child in _mapping(node.get(keyword, {}), where, keyword).items():
                 yield from _schema(child, f"{where}/{keyword}/{name}")
@@ -118,8 +121,13 @@ class CheckedSchema:
                     f"structured.json has the keyword {keyword!r} at {where}, which cannot be enforced while tokens "
                     "are drawn; leave it out and check the answer afterwards"
                 )
-        self.enforced |= ENFORCED & node.keys()
+        self.enforced |= (ENFORCED & node.keys()) - {"format"}  # `check_format` knows which
         self.ignored |= node.keys() - ENFORCED - REFUSED - ANNOTATIONS
+
+    @property
+    def fixed(self) -> Fixed:
+        """What its fixed texts are."""
+        return fixed_of(self._longest_fixed, self._total_fixed)
 
     def compiled(self) -> dict[str, Any]:
         """The checked schema with llguidance's options: what is compiled."""
@@ -134,9 +142,18 @@ class CheckedSchema:
                 continue
             del node["$ref"]
             if isinstance(target, dict):
-                node["$ref"] = pointers[id(cast("dict[str, Any]", target))]
+                schema = cast("dict[str, Any]", target)
+                node["$ref"] = pointers.get(id(schema)) or self._moved(schema, pointers)
             elif target is False:
                 node["enum"] = []
+
+    def _moved(self, target: dict[str, Any], pointers: dict[int, str]) -> str:
+        """The pointer of a target that stood in a keyword without effect, which was left out."""
+        definitions: dict[str, Any] = self.root.setdefault("$defs", {})
+        name = next(name for name in map(str, itertools.count()) if name not in definitions)
+        definitions[name] = target
+        pointers |= pointers_of(target, f"#/$defs/{name}")
+        return pointers[id(target)]
 
     def _check_values(self, node: dict[str, Any], where: str) -> None:
         values = [*_list(node.get("enum", []), where, "enum"), *([node["const"]] if "const" in node else [])]
@@ -145,14 +162,14 @@ class CheckedSchema:
             raise GrammarError(
                 f"structured.json has more than {MAX_ENUM_VALUES} enum values; shorten the list at {where}/enum"
             )
-        for value in values:
-            _check_constant(value, where)
+        sizes = [_check_constant(value, where) for value in values]
         properties = _mapping(node.get("properties", {}), where, "properties")
         self._num_properties += len(properties)
         if self._num_properties > MAX_PROPERTIES:
             raise GrammarError(f"structured.json has more than {MAX_PROPERTIES} properties; make it smaller")
-        for name in properties:
-            _check_constant(name, where)
+        names = [_check_constant(name, where) for name in properties]
+        self._longest_fixed = max([self._longest_fixed, *sizes, *names])
+        self._total_fixed += sum(names) + max(sizes, default=0)
         required = _list(node.get("required", []), where, "required")
         least = node.get("minProperties", 0)
         if least > max(1, len(required)) and _may_repeat_keys(node):
@@ -160,6 +177,25 @@ class CheckedSchema:
                 f"structured.json asks for {least} properties at {where} and names {len(required)} required ones: a "
                 "key could come twice to fill up; name more in required, or set additionalProperties to false"
             )
+
+    def _rewrite_patterns(self, node: dict[str, Any], where: str) -> None:
+        if isinstance(node.get("pattern"), str):
+            node["pattern"] = self._portable(node["pattern"], f"the pattern at {where}")
+            if _CONTROLS.search(_CLASSES.sub("", node["pattern"])):
+                raise GrammarError(
+                    f"structured.json has a pattern at {where} that asks for a control character; they are not written "
+                    "in strings, apart from \\b \\f \\n \\r \\t"
+                )
+        if "patternProperties" in node:
+            node["patternProperties"] = {
+                self._portable(pattern, f"the patternProperties at {where}"): child
+                for pattern, child in _mapping(node["patternProperties"], where, "patternProperties").items()
+            }
+
+    def _portable(self, pattern: str, where: str) -> str:
+        found = portable_regex(pattern, where)
+        self._longest_fixed = max(self._longest_fixed, found.num_fixed)
+        return found.text
 
 
 def check_schema(text: str) -> CheckedSchema:
@@ -170,7 +206,7 @@ def check_schema(text: str) -> CheckedSchema:
 
 
 def _modernise(node: dict[str, Any]) -> None:
-    """Drop what demands nothing; `items` as a list and boolean exclusive bounds become those of draft 2020-12."""
+    """Drop what demands nothing; `items` as a list becomes that of draft 2020-12."""
     # x-guidance would switch llguidance to ignoring what it cannot enforce.
     for keyword in [k for k in node if k in REFUSED or k in _IDENTIFIERS or k == "x-guidance"]:
         del node[keyword]
@@ -179,11 +215,6 @@ def _modernise(node: dict[str, Any]) -> None:
         if "additionalItems" in node:
             node["items"] = node.pop("additionalItems")
     node.pop("additionalItems", None)  # without a list of items it has no effect
-    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(node.get(exclusive), bool):
-            is_exclusive = node.pop(exclusive)
-            if is_exclusive and bound in node:
-                node[exclusive] = node.pop(bound)
 
 
 def _check_shapes(node: dict[str, Any], where: str) -> None:
@@ -206,30 +237,15 @@ def _check_shapes(node: dict[str, Any], where: str) -> None:
     step = node.get("multipleOf", 1)
     if isinstance(step, (int, float)) and step <= 0:
         raise GrammarError(f"structured.json has {shown(step)} at {where}/multipleOf; it must be above 0")
-    if node.get("format") == "unknown":  # to llguidance the name of a format that every text has
-        raise GrammarError(f"structured.json has the format 'unknown' at {where}, which nothing defines; leave it out")
-
-
-def _rewrite_patterns(node: dict[str, Any], where: str) -> None:
-    if isinstance(node.get("pattern"), str):
-        node["pattern"] = portable_regex(node["pattern"], f"the pattern at {where}")
-        if _CONTROLS.search(_CLASSES.sub("", node["pattern"])):
-            raise GrammarError(
-                f"structured.json has a pattern at {where} that asks for a control character; they are not written in "
-                "strings, apart from \\b \\f \\n \\r \\t"
-            )
-    if "patternProperties" in node:
-        node["patternProperties"] = {
-            portable_regex(pattern, f"the patternProperties at {where}"): child
-            for pattern, child in _mapping(node["patternProperties"], where, "patternProperties").items()
-        }
 
 
 def _may_repeat_keys(node: dict[str, Any]) -> bool:
     return node.get("additionalProperties", {}) is not False or bool(node.get("patternProperties"))
 
 
-def _check_constant(value: Any, where: str) -> None:
+def _check_constant(value: Any, where: str) -> int:
+    """Raise GrammarError for a value that cannot be written; how many characters its texts have."""
+    num_fixed = 0
     open_values: list[Any] = [value]
     while open_values:
         item = open_values.pop()
@@ -239,13 +255,19 @@ def _check_constant(value: Any, where: str) -> None:
         elif isinstance(item, list):
             open_values += cast("list[Any]", item)
         elif isinstance(item, str):
-            if any(char < " " and char not in _WRITABLE_CONTROLS for char in item):
-                raise GrammarError(f"structured.json has the text {shown(item)} at {where} with a control character")
-        elif isinstance(item, (int, float)) and not isinstance(item, bool) and abs(item) > _MAX_EXACT_INTEGER:
+            num_fixed += len(item)
+            _check_text(item, where)
+        elif isinstance(item, (int, float)) and not isinstance(item, bool) and abs(item) > MAX_EXACT:
             raise GrammarError(
-                f"structured.json has the number {shown(item)} at {where}; beyond 2**53 its value depends on who reads "
-                "it: use a string, or a smaller number"
+                f"structured.json has the number {shown(item)} at {where}; beyond 2**53 its value depends on who "
+                "reads it: use a string, or a smaller number"
             )
+    return num_fixed
+
+
+def _check_text(text: str, where: str) -> None:
+    if any(char < " " and char not in _WRITABLE_CONTROLS for char in text):
+        raise GrammarError(f"structured.json has the text {shown(text)} at {where} with a control character")
 
 
 def _schema(value: Any, where: str) -> Iterator[tuple[dict[str, Any], str]]:

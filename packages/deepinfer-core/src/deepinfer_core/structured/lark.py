@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from deepinfer_core.errors import GrammarError
-from deepinfer_core.structured.json_schema import check_schema
+from deepinfer_core.structured.forcing import Fixed, fixed_in_lark
+from deepinfer_core.structured.json_schema import CheckedSchema, check_schema
 from deepinfer_core.structured.limits import MAX_NESTING, MAX_RULES
 from deepinfer_core.structured.regex import portable_regex
 
-__all__ = ["is_lark", "lark_dialect"]
+__all__ = ["LarkText", "is_lark", "lark_dialect"]
 
 _TOKEN: Final = re.compile(
     r"""(?P<space>(?:[ \t\r\f]|//[^\n]*|\#[^\n]*)+)
@@ -44,22 +45,31 @@ _TOKEN: Final = re.compile(
     re.VERBOSE,
 )
 _DEFINES: Final = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*(?:\.-?\d+|\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:(?!:)", re.MULTILINE)
+_DEFINES_GBNF: Final = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _REFUSED_SIGNS: Final = {"<": "a special token", "{": "a template or embedded grammar", "=": "an attribute"}
 _DIRECTIVES: Final = ("%import", "%ignore")
 
 
 def is_lark(text: str) -> bool:
     """Whether `text` is Lark (`name: ...`) rather than GBNF (`name ::= ...`)."""
-    without_strings = re.sub(r'"(?:[^"\\\n]|\\.)*"', '""', text)
-    return "::=" not in without_strings and bool(_DEFINES.search(text))
+    return bool(_DEFINES.search(text)) and not _DEFINES_GBNF.search(text)
 
 
-def lark_dialect(text: str) -> str:
+class LarkText(NamedTuple):
+    """A grammar for llguidance, and what its fixed texts are."""
+
+    text: str
+    fixed: Fixed
+
+
+def lark_dialect(text: str) -> LarkText:
     """`text` for llguidance. Raises GrammarError that names the construct and the line."""
     lines: list[str] = []
     line = depth = num_rules = 0
     parts: list[str] = []
-    for match in _tokens(text):
+    tokens = _tokens(text)
+    fixed = fixed_in_lark(tokens)
+    for match in tokens:
         kind, token = str(match.lastgroup), match[0]
         if kind == "newline":
             lines.append("".join(parts))
@@ -71,14 +81,16 @@ def lark_dialect(text: str) -> str:
             raise GrammarError(f"structured.grammar nests groups deeper than {MAX_NESTING} in line {line + 1}")
         num_rules += token == ":"
         if kind == "embedded":
-            parts.append(_embedded_schema(text, match.end()))
+            schema = _embedded_schema(text, match.end())
+            parts.append("%json " + json.dumps(schema.compiled(), ensure_ascii=False))
+            fixed = schema.fixed if fixed is Fixed.SHORT else fixed
             line += text.count("\n", match.end(), _schema_end(text, match.end()))
             continue
         parts.append(_converted(kind, match, "".join(parts), text[match.end() : match.end() + 1], line + 1))
     lines.append("".join(parts))
     if num_rules > MAX_RULES:
         raise GrammarError(f"structured.grammar has {num_rules} rules; at most {MAX_RULES} are allowed")
-    return "\n".join(lines) + "\n"
+    return LarkText("\n".join(lines) + "\n", fixed)
 
 
 def _tokens(text: str) -> list[re.Match[str]]:
@@ -105,10 +117,8 @@ def _schema_end(text: str, at: int) -> int:
     return end
 
 
-def _embedded_schema(text: str, at: int) -> str:
-    start = text.index("{", at)
-    schema = check_schema(text[start : _schema_end(text, at)])
-    return "%json " + json.dumps(schema.compiled(), ensure_ascii=False)
+def _embedded_schema(text: str, at: int) -> CheckedSchema:
+    return check_schema(text[text.index("{", at) : _schema_end(text, at)])
 
 
 def _converted(kind: str, match: re.Match[str], before: str, following: str, line: int) -> str:
@@ -136,7 +146,7 @@ def _converted(kind: str, match: re.Match[str], before: str, following: str, lin
             return f"{{{match['low']},{match['high']}}}" if match["high"] else f"{{{match['low']}}}"
         case "regex":
             body, _, flags = token[1:].rpartition("/")
-            return f"/{portable_regex(body, f'the expression in line {line}')}/{flags}"
+            return f"/{portable_regex(body, f'the expression in line {line}').text}/{flags}"
         case "sign":
             if token in _REFUSED_SIGNS:
                 raise _refused(_REFUSED_SIGNS[token], line)

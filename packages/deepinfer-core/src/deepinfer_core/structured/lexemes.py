@@ -27,6 +27,7 @@ from deepinfer_core.structured.rules import (
     Rules,
     Sequence,
     children,
+    num_fixed,
     references_in,
 )
 
@@ -36,19 +37,22 @@ _MAX_INLINED: Final = 20_000  # parts of a regular expression with its reference
 _EMPTY: Final = Sequence(())
 
 
-def rules_to_lark(rules: Rules) -> str:
-    """Lark text with a rule "start". Raises GrammarError if no finite text can be derived from "root"."""
+def rules_to_lark(rules: Rules) -> tuple[str, int]:
+    """Lark text with a rule "start", and how many characters a lexeme may fix.
+
+    Raises GrammarError if no finite text can be derived from "root".
+    """
     rules = _productive(rules)
     regular = _regular_rules(rules)
     if "root" in regular:
-        return f"start: {_LexemeText().of(regular['root'])}\n"
+        return f"start: {_LexemeText().of(regular['root'])}\n", num_fixed(regular["root"])
     split: set[Expression] = set()
     while True:
         writer = _Writer(rules, regular, split)
         text = writer.text()
         clashes = _clashes(list(writer.lexemes))
         if not clashes:
-            return text
+            return text, max(map(num_fixed, writer.lexemes))
         split |= clashes
 
 

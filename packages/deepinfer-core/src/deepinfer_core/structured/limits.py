@@ -13,6 +13,8 @@ __all__ = [
     "MAX_EARLEY_ITEMS_A_MASK",
     "MAX_EARLEY_ROW",
     "MAX_ENUM_VALUES",
+    "MAX_FORCED_CHARS",
+    "MAX_FORCED_CHARS_TOGETHER",
     "MAX_GRAMMAR_SYMBOLS",
     "MAX_LEXER_FUEL",
     "MAX_LEXER_FUEL_A_MASK",
@@ -43,6 +45,9 @@ MAX_SCHEMA_NODES: Final = 20_000  # subschemas of a JSON Schema
 MAX_ENUM_VALUES: Final = 20_000  # of all enums of a schema together
 MAX_PROPERTIES: Final = 5_000  # of all objects of a schema together
 MAX_RULES: Final = 5_000  # of a grammar
+# Fixed texts up to this length are followed to their end, and tokenized, at every mask: about 1 ms (forcing.py).
+MAX_FORCED_CHARS: Final = 256
+MAX_FORCED_CHARS_TOGETHER: Final = 16_384  # of all names and values of a schema, an enum's longest
 
 # A random walk of so many tokens is tried before a grammar is accepted: it finds those that start well and then die.
 REHEARSED_TOKENS: Final = 48

@@ -32,11 +32,15 @@ class ReferenceTable:
                 base = self._enter(node, base)
                 if isinstance(node.get("$ref"), str):
                     references.append((node, base))
-                open_values += [(child, base) for child in node.values()]
+                open_values += [(child, base) for name, child in node.items() if not _is_value(name, child)]
             elif isinstance(value, list):
                 open_values += [(child, base) for child in cast("list[Any]", value)]
         for node, base in references:
-            self._targets[id(node)] = self._find(urljoin(base, node["$ref"]))
+            reference: str = node["$ref"]
+            # urljoin knows no base of the form urn:..
+            self._targets[id(node)] = self._find(
+                base + reference if reference.startswith("#") else urljoin(base, reference)
+            )
 
     def _enter(self, node: dict[str, Any], base: str) -> str:
         given = node.get("$id", node.get("id"))
@@ -68,10 +72,15 @@ class ReferenceTable:
         return cast("Any", found)
 
 
-def pointers_of(root: dict[str, Any]) -> dict[int, str]:
-    """id of each object in the document -> its JSON pointer as a URI fragment, "#/$defs/a"."""
+def _is_value(name: str, child: Any) -> bool:
+    """Whether `child` lists values, in which "$id" and "$anchor" mean nothing."""
+    return name == "enum" and isinstance(child, list)
+
+
+def pointers_of(root: dict[str, Any], start: str = "#") -> dict[int, str]:
+    """id of each object in `root`, which stands at `start` -> its JSON pointer as a URI fragment, "#/$defs/a"."""
     pointers: dict[int, str] = {}
-    open_values: list[tuple[Any, str]] = [(root, "#")]
+    open_values: list[tuple[Any, str]] = [(root, start)]
     while open_values:
         value, pointer = open_values.pop()
         if isinstance(value, dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Chars", "Choice", "Expression", "Reference", "Repeat", "Rules", "Sequence", "references_in"]
+__all__ = ["Chars", "Choice", "Expression", "Reference", "Repeat", "Rules", "Sequence", "num_fixed", "references_in"]
 
 MAX_CODE_POINT = 0x10FFFF
 
@@ -73,3 +73,19 @@ def references_in(expression: Expression) -> Iterator[str]:
         yield expression.name
     for child in children(expression):
         yield from references_in(child)
+
+
+def num_fixed(expression: Expression) -> int:
+    """Characters that may follow one another without a choice between two, at most; for expressions without references.
+
+    An endless repetition counts as its least: what follows it is a choice.
+    """
+    match expression:
+        case Chars(ranges):
+            return int(len(ranges) == 1 and ranges[0][0] == ranges[0][1])
+        case Sequence(items):
+            return sum(map(num_fixed, items))
+        case Repeat(item, low, high):
+            return num_fixed(item) * max(low, high or 1)
+        case _:
+            return max(map(num_fixed, children(expression)), default=0)

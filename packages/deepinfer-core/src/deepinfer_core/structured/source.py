@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from deepinfer_core.config.sampling import StructuredOutput
 from deepinfer_core.errors import GrammarError
+from deepinfer_core.structured.forcing import NO_FORCING, Fixed, fixed_of
 from deepinfer_core.structured.gbnf import parse_gbnf
 from deepinfer_core.structured.json_schema import check_schema
 from deepinfer_core.structured.lark import is_lark, lark_dialect
@@ -39,11 +40,16 @@ class GrammarText:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A converted grammar. enforced: keywords or kinds; ignored: keys of a schema that JSON Schema doesn't know."""
+    """A converted grammar.
+
+    enforced: keywords or kinds. ignored: keys of a schema that JSON Schema doesn't know, and formats of numbers.
+    trial: the same grammar with its long fixed texts followed, to be tried out first (forcing.py).
+    """
 
     text: str
     enforced: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    trial: str | None = None
 
 
 def grammar_text(structured: StructuredOutput) -> GrammarText:
@@ -68,29 +74,30 @@ def convert(given: GrammarText) -> GrammarSource:
             return _from_schema('{"type":"object"}')
         case "regex":
             pattern = portable_regex(given.text, "structured.regex")
-            return GrammarSource(_lark("start: /" + _slashes_escaped(pattern) + "/"), ("regex",))
+            return _source(f"start: /{_slashes_escaped(pattern.text)}/", fixed_of(pattern.num_fixed), ("regex",))
         case "choice":
             return _from_choice(json.loads(given.text))
         case "grammar":
             if is_lark(given.text):
-                return GrammarSource(_lark(lark_dialect(given.text)), ("Lark",))
-            return GrammarSource(_lark(rules_to_lark(parse_gbnf(given.text))), ("GBNF",))
+                return _source(*lark_dialect(given.text), ("Lark",))
+            text, num_fixed = rules_to_lark(parse_gbnf(given.text))
+            return _source(text, fixed_of(num_fixed), ("GBNF",))
 
 
 def _from_schema(text: str) -> GrammarSource:
     schema = check_schema(text)
-    return GrammarSource(
-        json.dumps({"grammars": [{"json_schema": schema.compiled()}]}, ensure_ascii=False),
-        tuple(sorted(schema.enforced)),
-        tuple(sorted(schema.ignored)),
-    )
+    compiled = schema.compiled()
+    enforced, ignored = tuple(sorted(schema.enforced)), tuple(sorted(schema.ignored))
+    if schema.fixed is not Fixed.SHORT:  # only Lark can say so
+        return _source("start: %json " + json.dumps(compiled, ensure_ascii=False), schema.fixed, enforced, ignored)
+    return GrammarSource(json.dumps({"grammars": [{"json_schema": compiled}]}, ensure_ascii=False), enforced, ignored)
 
 
 def _from_choice(choices: Sequence[str]) -> GrammarSource:
     if len(choices) > MAX_ENUM_VALUES:
         raise GrammarError(f"structured.choice has {len(choices)} strings; at most {MAX_ENUM_VALUES} are allowed")
     alternatives = "|".join(_regex_literal(choice) for choice in choices)
-    return GrammarSource(_lark(f"start: /{alternatives}/"), ("choice",))
+    return _source(f"start: /{alternatives}/", fixed_of(max(map(len, choices))), ("choice",))
 
 
 def _regex_literal(text: str) -> str:
@@ -110,6 +117,14 @@ def _slashes_escaped(pattern: str) -> str:
     return "".join(out)
 
 
+def _source(text: str, fixed: Fixed, enforced: tuple[str, ...], ignored: tuple[str, ...] = ()) -> GrammarSource:
+    """From Lark."""
+    if fixed is Fixed.SHORT:
+        return GrammarSource(_lark(text), enforced, ignored)
+    return GrammarSource(
+        _lark(text + NO_FORCING), enforced, ignored, trial=_lark(text) if fixed is Fixed.LONG else None
+    )
+
+
 def _lark(text: str) -> str:
-    grammar: dict[str, Any] = {"grammars": [{"lark_grammar": text}]}
-    return json.dumps(grammar, ensure_ascii=False)
+    return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)

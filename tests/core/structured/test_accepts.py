@@ -85,6 +85,23 @@ def test_the_command_reads_grammars_and_standard_input(
     ]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "said"),
+    [
+        ("ab", "ab\n", "yes"),
+        ("ab", "a\n", 'no: the text ends at character 1, too early; there must come "b"'),
+        ("ab\n", "ab\n", "yes"),
+        ("ab", "ab\n\n", 'no: illegal at character 2, "\\n"'),
+    ],
+)
+def test_a_newline_at_the_end_of_standard_input_counts_only_if_it_is_wanted(
+    pattern: str, text: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin.read", lambda: text, raising=False)
+    assert main(["grammar", "--regex", pattern, "--accepts", "-"]) == (0 if said == "yes" else 1)
+    assert capsys.readouterr().out.splitlines()[0] == said
+
+
 def test_the_command_reads_files_that_begin_with_a_byte_order_mark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

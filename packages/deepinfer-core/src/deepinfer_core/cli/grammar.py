@@ -32,10 +32,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--json", metavar="FILE", type=Path, help="a JSON Schema")
-    form.add_argument("--regex", metavar="REGEX", help="a regular expression for the whole text")
+    form.add_argument(
+        "--regex", metavar="REGEX", help="a regular expression for the whole text; --regex=-.. if it begins with a dash"
+    )
     form.add_argument("--ebnf", metavar="FILE", type=Path, help="a grammar: GBNF or Lark")
     form.add_argument("--choice", metavar="TEXT", action="append", help="one of these texts; may be repeated")
-    parser.add_argument("--accepts", metavar="TEXT", required=True, help="the text; - reads it from standard input")
+    parser.add_argument(
+        "--accepts",
+        metavar="TEXT",
+        required=True,
+        help="the text; - reads it from standard input, where one newline at its end may be too many",
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the verdict. 0 = accepted, 1 = not."""
     text = sys.stdin.read() if args.accepts == "-" else args.accepts
     verdict = check_text(_structured(args), text)
+    # What `echo` adds is no part of the text, unless the grammar wants it.
+    if args.accepts == "-" and text.endswith("\n") and verdict.position == len(text) - 1:
+        text = text[:-1]
+        verdict = check_text(_structured(args), text)
     print("yes" if verdict.accepted else f"no: {_reason(verdict, text)}")
     if args.json is not None and verdict.position is not None and text[verdict.position :][:1].isspace():
         print("answers to a schema are compact JSON, without spaces between their parts")

@@ -37,11 +37,18 @@ class Costs:
 
 @dataclass(frozen=True)
 class Phase:
-    """So many requests run at once, for so many seconds, with confidences drawn from `acceptance`."""
+    """So many requests run at once, for so many seconds, with confidences drawn from `acceptance`.
+
+    prompt_tokens, output_tokens: least and largest of a request. in_turns: the next requests come all together when
+    all before them are done, as in offline batches: many prompts beside few that decode, then fewer and fewer requests.
+    """
 
     requests: int
     seconds: float
     acceptance: tuple[float, float]
+    prompt_tokens: tuple[int, int] = (3, 3)
+    output_tokens: tuple[int, int] = (200, 200)
+    in_turns: bool = False
 
 
 def tokens_a_second(
@@ -53,11 +60,13 @@ def tokens_a_second(
     overlap: bool = True,
     noise: float = 0.0,
     optimism: float = 0.0,
+    without_context: float = 0.65,
     seed: int = 0,
 ) -> list[float]:
     """Rate of each phase. policy: "none", "fixed 3", "scheduled" ... `believed`: what the cost tables say at start.
 
     noise: standard deviation of the logarithm of a step's seconds. optimism: the confidence head adds it.
+    without_context: what is left of acceptance where the drafter has no context, about that of the bundled model.
     """
     now, rng = [0.0], np.random.default_rng(seed)
     kind, _, depth = policy.partition(" ")
@@ -80,6 +89,7 @@ def tokens_a_second(
         clock=lambda: now[0],
         sleep=sleep,
         optimism=optimism,
+        without_context=without_context,
     )
     table = believed or costs
     model = CostModel(
@@ -108,10 +118,21 @@ def tokens_a_second(
         for surplus in range(number - max(0, scheduler.num_unfinished - phase.requests), number):
             scheduler.abort(surplus)
         start_s, tokens = now[0], scheduler.stats.output_tokens
-        while now[0] < start_s + phase.seconds:
-            while scheduler.num_unfinished < phase.requests:
-                scheduler.add([2, 3, 4 + number % 900], SamplingParams(max_tokens=200, ignore_eos=True), seed=number)
-                number += 1
+        while now[0] < start_s + phase.seconds or (phase.in_turns and scheduler.num_unfinished):
+            if not (phase.in_turns and scheduler.num_unfinished):
+                while scheduler.num_unfinished < phase.requests:
+                    _add(scheduler, phase, number)
+                    number += 1
             loop.step()
         rates.append((scheduler.stats.output_tokens - tokens) / (now[0] - start_s))
     return rates
+
+
+def _add(scheduler: Scheduler, phase: Phase, number: int) -> None:
+    """Request `number`: the same one in each engine."""
+    rng = np.random.default_rng(number)
+    prompt_tokens, output_tokens = (
+        int(rng.integers(low, high + 1)) for low, high in (phase.prompt_tokens, phase.output_tokens)
+    )
+    prompt = [2, 3, 4 + number % 900, *rng.integers(4, 900, prompt_tokens - 3).tolist()]
+    scheduler.add(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True), seed=number)

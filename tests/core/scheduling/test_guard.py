@@ -12,7 +12,7 @@ from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.config.scheduler import SpeculationConfig
 from deepinfer_core.runtime.simulated import Ticket
 from deepinfer_core.scheduling.cost import CostModel, CostTable
-from deepinfer_core.scheduling.guard import DraftPolicy
+from deepinfer_core.scheduling.guard import DraftPolicy, PromptRows
 from deepinfer_core.scheduling.plan import StepPlan
 from deepinfer_core.scheduling.speculation import SpeculationPlanner
 from tests.core.scheduling.harness import make_engine
@@ -148,10 +148,10 @@ def test_a_step_without_drafts_does_not_pay_for_the_drafter() -> None:
 
 def test_context_that_was_not_kept_up_starts_behind_the_rows_without() -> None:
     """`segment_draft_from` of every step after a rest, checked against the rows that did store context."""
-    costs = CostModel(CostTable((1, 64), (1.0, 64.0)), CostTable((1,), (20.0,)), max_rows=64, max_requests=8)
+    costs = CostModel(CostTable((1, 64), (1.0, 64.0)), CostTable((1,), (1.0,)), max_rows=64, max_requests=8)
     engine = make_engine(cost=costs)
     for seed in range(6):
-        engine.scheduler.add([2, 3, 4 + seed], SamplingParams(max_tokens=1_000, ignore_eos=True), seed=seed)
+        engine.scheduler.add([2, 3, 4 + seed], SamplingParams(max_tokens=1_500, ignore_eos=True), seed=seed)
     whole_from: dict[tuple[int, int], int] = {}  # (slot, generation) -> first position of an unbroken context
     resumed = 0
     launch = engine.device.launch
@@ -178,8 +178,8 @@ def test_a_fixed_schedule_and_an_engine_without_costs_verify_whatever_fits() -> 
         SpeculationPlanner(SpeculationConfig(num_drafts=2, draft_schedule="fixed"), None),
         SpeculationPlanner(SpeculationConfig(num_drafts=2), None),
     ):
-        assert planner.lengths(survival, survival, caps, 0, 100).tolist() == [2, 1, 2]
-        assert planner.lengths(survival, survival, caps, 0, 3).sum() == 3
+        assert planner.lengths(survival, survival, caps, PromptRows(), 100).tolist() == [2, 1, 2]
+        assert planner.lengths(survival, survival, caps, PromptRows(), 3).sum() == 3
         assert planner.proposals(3).tolist() == [2, 2, 2]
         assert planner.policy is DraftPolicy.FIXED
         assert planner.keeps_context

@@ -13,7 +13,7 @@ from deepinfer_core.errors import ConfigError
 from deepinfer_core.scheduling.acceptance import UNKNOWN_SURVIVAL, AcceptanceMeter
 from deepinfer_core.scheduling.budget import survivals
 from deepinfer_core.scheduling.cost import CostModel, CostTable
-from deepinfer_core.scheduling.guard import DraftPolicy
+from deepinfer_core.scheduling.guard import DraftPolicy, PromptRows
 from deepinfer_core.scheduling.speculation import SpeculationPlanner
 from tests.core.scheduling.harness import make_engine
 
@@ -207,7 +207,7 @@ def test_neither_policy_nor_budget_sees_the_drafts_that_it_decides_on(seed: int)
         for _ in range(5):
             planner.learn(stale)
         planner.learn(fresh)
-        lengths = planner.lengths(fresh, stale, caps, 0, 18)
+        lengths = planner.lengths(fresh, stale, caps, PromptRows(), 18)
         outcomes.add((planner.policy, bool(lengths[0] > 0)))
     assert len(outcomes) == 1
 

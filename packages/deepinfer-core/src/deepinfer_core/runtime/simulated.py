@@ -95,7 +95,8 @@ class SimulatedDevice:
     """Implements `Device` of `runtime/engine_loop.py`.
 
     encoder_layers, window: for the rule of exact replay. acceptance: (low, high) of the drafts' confidences.
-    optimism: added to the confidences that it reports. step_seconds: None = no latency. clock, sleep: of the host.
+    optimism: added to the confidences that it reports. without_context: what is left of confidences when the drafter
+    has no context of the newest `window` positions. step_seconds: None = no latency. clock, sleep: of the host.
     """
 
     num_blocks: int
@@ -106,6 +107,7 @@ class SimulatedDevice:
     encoder_layers: int = 20
     acceptance: tuple[float, float] = (0.5, 0.95)
     optimism: float = 0.0
+    without_context: float = 1.0
     faults: Faults = field(default_factory=Faults)
     step_seconds: Callable[[StepPlan], float] | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -291,7 +293,8 @@ class SimulatedDevice:
         self._anchor[slots] = position + accepted
         newest = tokens[np.arange(len(entries), dtype=np.int64), accepted]
         proposals = plan.segment_num_drafts[entries].astype(np.int64)
-        drafts, confidences = self._propose(slots, state[anchor_row], newest, proposals)
+        known = self._known(plan, entries, slots)
+        drafts, confidences = self._propose(slots, state[anchor_row], newest, proposals, known)
         self._held[slots, 0] = newest
         self._held[slots, 1:] = drafts
         for slot in slots.tolist():
@@ -312,19 +315,33 @@ class SimulatedDevice:
             errors=errors,
         )
 
+    def _known(self, plan: StepPlan, entries: Int64Array, slots: Int64Array) -> NDArray[np.float64]:
+        """Share of the newest `window` positions that the drafter has context of [N]."""
+        if plan.segment_draft_from is None:
+            return np.ones(len(slots))
+        context = self._anchor[slots] - plan.segment_draft_from[entries]
+        return np.clip(context / np.clip(self._anchor[slots], 1, self.window), 0.0, 1.0)
+
     def _propose(
-        self, slots: Int64Array, state: UInt64Array, newest: Int64Array, proposals: Int64Array
+        self,
+        slots: Int64Array,
+        state: UInt64Array,
+        newest: Int64Array,
+        proposals: Int64Array,
+        known: NDArray[np.float64],
     ) -> tuple[Int64Array, NDArray[np.float32]]:
+        """Drafts and confidences [N, D]; `known` [N]: share of its context that the drafter has."""
         drafts = np.full((len(slots), self.num_drafts), -1, np.int64)
         confidences = np.zeros((len(slots), self.num_drafts), np.float32)
         low, high = self.acceptance
+        sure = self.without_context + (1.0 - self.without_context) * known
         token, position = newest, self._anchor[slots]
         for j in range(self.num_drafts):
             with np.errstate(over="ignore"):
                 state = state + mix(token.astype(np.uint64), position.astype(np.uint64))
             position = position + 1
             target = next_token(state, self._seed[slots], position, self.vocab_size)
-            confidence = low + (high - low) * _uniform(state, _DRAFT_STREAM)
+            confidence = sure * (low + (high - low) * _uniform(state, _DRAFT_STREAM))
             token = np.where(_uniform(state, _COIN_STREAM) < confidence, target, (target + 1) % self.vocab_size)
             wanted = j < proposals
             drafts[wanted, j] = token[wanted]

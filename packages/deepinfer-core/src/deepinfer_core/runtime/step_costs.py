@@ -1,11 +1,11 @@
 """Cost tables of a device, measured at start: the prior of the draft budget (scheduling/cost.py).
 
-    verify   seconds of a forward pass over 1, 2, 4, .. rows, spread over as many slots as there are
-    draft    seconds of a proposal for 1, 2, 4, .. requests
+    verify   seconds of a forward pass over 1, 4, 16, .. rows, up to every draft of every request; then of 2, 8, 32, ..
+    draft    seconds of a proposal for 1, 4, 16, .. and 2, 8, .. requests
 
 The fastest of several rounds over all sizes counts: what slows a run down on a shared machine is not the device. Sizes
-grow until the time budget is used up; beyond the last one the cost goes on with its slope, and while serving the model
-is corrected by the steps that it sees. The passes write no cache.
+grow until half of the time budget is used up; beyond the last one the cost goes on with its slope, and while serving
+the model is corrected by the steps that it sees. The passes write no cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from deepinfer_core.scheduling.plan import Content, RowKind, StepPlan, TokenSour
 
 __all__ = ["measure_costs"]
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _BUDGET_S = 0.5  # for each table; two sizes and two rounds are measured in any case
 _ROUNDS = 5  # at most
 _CONTEXT_TOKENS = 1024
@@ -35,7 +34,8 @@ def measure_costs(
     run each pass together, the time of the slowest; so all of them run the same passes and know the same costs.
     """
     _forward(runner, 1, max_requests)  # first use allocates
-    verify = _table(lambda rows: agree(_seconds(lambda: _forward(runner, rows, max_requests))), max_rows)
+    most = min(max_rows, max_requests * (1 + runner.config.num_drafts))
+    verify = _table(lambda rows: agree(_seconds(lambda: _forward(runner, rows, max_requests))), most)
     draft = _table(lambda requests: agree(_seconds(lambda: _propose(runner, requests))), max_requests)
     return CostModel(verify, draft, max_rows=max_rows, max_requests=max_requests)
 
@@ -44,8 +44,8 @@ def _table(seconds_of: Callable[[int], float], largest: int) -> CostTable:
     """The first round finds the sizes, in half of the budget; others follow while there is time."""
     seconds: dict[int, float] = {}
     spent_s = 0.0
-    for size in _SIZES:
-        if size > largest or (len(seconds) > 1 and spent_s > _BUDGET_S / 2):
+    for size in _sizes(largest):
+        if len(seconds) > 1 and spent_s > _BUDGET_S / 2:
             break
         seconds[size] = seconds_of(size)
         spent_s += seconds[size]
@@ -56,7 +56,14 @@ def _table(seconds_of: Callable[[int], float], largest: int) -> CostTable:
             now = seconds_of(size)
             seconds[size] = min(before, now)
             spent_s += now
-    return CostTable(tuple(seconds), tuple(seconds.values()))
+    return CostTable(tuple(sorted(seconds)), tuple(seconds[size] for size in sorted(seconds)))
+
+
+def _sizes(largest: int) -> list[int]:
+    """Powers of four and `largest`, then those between: a budget that ends early leaves a table that reaches far."""
+    powers = [2**n for n in range(largest.bit_length())]
+    far = powers[::2]
+    return [*far, *(() if largest in far else (largest,)), *(size for size in powers[1::2] if size != largest)]
 
 
 def _seconds(run: Callable[[], None]) -> float:

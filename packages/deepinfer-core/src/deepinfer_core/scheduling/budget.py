@@ -4,6 +4,8 @@
     rows     B(K)    = base rows + K                  K drafts verified in all
     tokens   tau(K)  = samplers + sum of the K largest a
     choose   K       = argmax tau(K) / cost(B(K))     expected tokens a second
+    beside   K       = argmax tau(K) - price cost(B)  in a step that runs prompts: tokens that its time would bring
+                                                      in steps without prompts are taken off
     fill     the K largest a, in the order (-a, j, r)
 
 Because a falls in j, the K largest are a prefix of every request's drafts. `choose_budget` searches all K: cost
@@ -57,17 +59,21 @@ def accumulate_positions(operation: np.ufunc, values: FloatArray) -> FloatArray:
 
 
 class Budget(NamedTuple):
-    """Drafts to verify in all, and how many of them are expected to be accepted."""
+    """Drafts to verify in all, how many of them are expected to be accepted, and tokens a second of the step."""
 
     num_drafts: int
     expected: float
+    rate: float
 
 
-def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int) -> Budget:
-    """The K that maximises expected tokens a second; the smallest such K.
+def choose_budget(
+    survival: FloatArray, caps: Int64Array, step_seconds: Float64Array, num_samplers: int, price: float | None = None
+) -> Budget:
+    """The K that maximises expected tokens a second, or tokens - `price` x seconds; the smallest such K.
 
     survival [D, R]; caps [R] = most drafts of each request; step_seconds [>= 1] = cost of a step with k drafts,
-    k = 0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step.
+    k = 0, 1, .. (its length limits K); num_samplers = requests that draw a token in this step. With the largest rate
+    as `price` both give the same K.
     """
     candidates = _within(survival, caps).ravel()
     candidates = np.sort(candidates[candidates >= MIN_SURVIVAL])[::-1][: len(step_seconds) - 1]
@@ -75,8 +81,9 @@ def choose_budget(survival: FloatArray, caps: Int64Array, step_seconds: Float64A
     tokens[0] = num_samplers
     np.cumsum(candidates, out=tokens[1:], dtype=np.float64)
     tokens[1:] += num_samplers
-    best = int(np.argmax(tokens / step_seconds[: len(tokens)]))
-    return Budget(best, float(tokens[best]) - num_samplers)
+    seconds = step_seconds[: len(tokens)]
+    best = int(np.argmax(tokens / seconds if price is None else tokens - price * seconds))
+    return Budget(best, float(tokens[best]) - num_samplers, float(tokens[best] / seconds[best]))
 
 
 def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Array:

@@ -30,8 +30,9 @@ __all__ = ["CostModel", "CostTable"]
 # Standard deviations of logarithms, so about relative ones.
 _STEP_NOISE = 0.15  # of a measured step
 _SPEED_PRIOR, _SPEED_DRIFT = 0.5, 0.02  # drifts are a step's
-_POINT_PRIOR, _POINT_DRIFT = 0.25, 0.002
+_POINT_PRIOR, _POINT_DRIFT = 0.4, 0.002
 _DRAFT_PRIOR = 0.4  # of all points of the drafter together
+_ALIKE_OCTAVES = 3.0  # sizes so far apart have 1/e of their errors in common
 _MOST_SURPRISE = math.log(2.0)  # a pause of the process is not a property of the device
 _TOGETHER_STEPS = 8  # of one shape, at most
 _REBUILD_STEPS = 8
@@ -101,11 +102,14 @@ class CostModel:
         self._first_draft = 1 + len(self._verify_table.rows)  # factors: speed, verify points, draft points
         num_factors = self._first_draft + len(draft.rows)
         self._log_factor = np.zeros(num_factors)
-        self._covariance = np.diag(np.full(num_factors, _POINT_PRIOR**2))
+        alike = np.zeros((num_factors, num_factors))  # points of a table, by how near they are
+        alike[1 : self._first_draft, 1 : self._first_draft] = _likeness(self._verify_table.rows)
+        alike[self._first_draft :, self._first_draft :] = _likeness(draft.rows)
+        self._covariance = _POINT_PRIOR**2 * alike
         self._covariance[0, 0] = _SPEED_PRIOR**2
         self._covariance[self._first_draft :, self._first_draft :] += _DRAFT_PRIOR**2
-        self._drift = np.full(num_factors, _POINT_DRIFT**2)
-        self._drift[0] = _SPEED_DRIFT**2
+        self._drift = _POINT_DRIFT**2 * alike
+        self._drift[0, 0] = _SPEED_DRIFT**2
         self._shape = (0, 0)  # rows and drafting requests of the steps that wait to be learned from
         self._log_seconds: list[float] = []  # theirs
         self._since_rebuild = 0  # steps
@@ -162,7 +166,7 @@ class CostModel:
         gain = spread / (effect @ spread + _STEP_NOISE**2 / count)
         self._log_factor += gain * surprise
         self._covariance -= gain[:, None] * spread
-        self._covariance.reshape(-1)[:: len(effect) + 1] += count * self._drift  # its diagonal
+        self._covariance += count * self._drift
         self._log_seconds.clear()
         self._since_rebuild += count
         if self._since_rebuild >= _REBUILD_STEPS:
@@ -175,6 +179,12 @@ class CostModel:
         self._draft_seconds: Float64Array = factors[0] * self._draft_table.dense(self.max_requests, draft)
         self._built_from = self._log_factor.copy()
         self._since_rebuild = 0
+
+
+def _likeness(sizes: tuple[int, ...]) -> Float64Array:
+    """Correlation of the points of a table [N, N]: what is dearer than measured is so at nearby sizes, too."""
+    octave = np.log2(np.asarray(sizes, np.float64))
+    return np.exp(-np.abs(octave[:, None] - octave) / _ALIKE_OCTAVES)
 
 
 def _monotone(values: Float64Array) -> Float64Array:

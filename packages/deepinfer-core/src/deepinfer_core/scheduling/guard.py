@@ -6,19 +6,27 @@
 
 Survivals are those of a pool of recent blocks, as `AcceptanceMeter` expects them; costs are measured. A pool fits any
 load: P blocks stand for R requests, each with the weight R / P. While drafting, the pool follows the proposals and the
-three are compared every few steps.
+three are compared every few steps, and whenever the load changes.
 
-    not drafting   rest ............... | warm up | probe, probe ..          -> rest, or drafting
-                   a share of the time    the drafter's context of the        a few requests draft; it goes on as long
-                   is saved for a probe   newest positions is built           as that promises to pay, until it is sure
+    not drafting   standby .......... | rest ............. | warm up ......... | probe, probe .. -> rest, or drafting
+                   its context is kept  a share of the time  context of the      a few requests draft; it goes on as
+                   up: another load     is saved for a       newest positions    long as that promises to pay, until
+                   may want drafts      probe                is built            it is sure
 
-So without drafts a step pays nothing for the drafter, and probes cost a hundredth of the time. While drafting, a step
-now and then goes without, paid for in the same way: it shows which part of a step's time is the drafter's.
+So in the long run a step without drafts pays nothing for the drafter, and probes cost a hundredth of the time. While
+drafting, a step now and then goes without, paid for in the same way: it shows which part of a step's time is the
+drafter's.
+
+    beside prompts   drafting pays if   tokens gained > best rate of the three x seconds added
+
+The time of their rows is spent in any case: a draft that shares it with them is not cheaper for it, and one that pushes
+a row of theirs into another step delays it by that row.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +35,7 @@ from deepinfer_core.scheduling.budget import MIN_SURVIVAL, Float64Array
 from deepinfer_core.scheduling.cost import CostModel
 from deepinfer_core.scheduling.plan import FloatArray, Int32Array
 
-__all__ = ["DraftGuard", "DraftPolicy"]
+__all__ = ["DraftGuard", "DraftPolicy", "PromptRows"]
 
 _POOL_BLOCKS = 48
 _ENOUGH_BLOCKS = 24  # to change the policy on
@@ -36,14 +44,31 @@ _LARGE_DIFFERENCE = 1.25
 _REVIEW_STEPS = 8
 _STAY = 1.01  # another policy must promise so many times the rate of the current one
 _PROBE_SHARE = 0.0075  # of the time
-_REST_SHARE = 0.005  # of the time, for steps without drafting
+_REST_SHARE = 0.01  # of the time, for steps without drafting
 _REST_STEPS = 8  # at least, between them
 _SKIPPED_STEPS = 2  # at a time: the first still verifies drafts, the second is what a step would be without any
 _PROBE_REQUESTS = 4
 _LONGEST_PROBE_STEPS = 64
 _WARM_UP_STEPS = 16  # rows of context with which a drafter is nearly as good as with a window of them
+_STANDBY_STEPS = 128  # without drafts that the drafter's context is kept up: costs what a warm-up too many would
 _CONTEXT_SHARE = 0.02  # of a step's time that keeping up the context takes, about
-_OTHER_LOAD = 1.5  # a load so many times larger or smaller is judged anew
+_OTHER_LOAD = 1.2  # a load so many times larger or smaller is judged anew
+_BACKLOG_PRICE = 2.0  # of a second while more prompts wait than fit
+
+
+class PromptRows(NamedTuple):
+    """Rows of a step beside those of decoding requests, and whether more of them wait than fit."""
+
+    num_rows: int = 0
+    more_wait: bool = False
+
+    def price(self, rate: float) -> float:
+        """Tokens that a second of the step must bring, if steps without prompts bring `rate`.
+
+        A token that comes early saves a later step its average share of seconds if another request takes the place that
+        it makes, and only its row if not, as while prompts that all fit into the slots wait for rows. Between the two.
+        """
+        return rate * _BACKLOG_PRICE if self.more_wait else rate
 
 
 class DraftPolicy(Enum):
@@ -55,9 +80,12 @@ class DraftPolicy(Enum):
 
 
 class _Stage(Enum):
-    REST = 0
-    WARM_UP = 1
-    PROBE = 2
+    """Of an engine that does not draft."""
+
+    STANDBY = 0
+    REST = 1
+    WARM_UP = 2
+    PROBE = 3
 
 
 class DraftGuard:
@@ -67,32 +95,51 @@ class DraftGuard:
         self.policy = DraftPolicy.FIXED
         self._num_drafts, self._cost, self._meter = num_drafts, cost, meter
         self._pool = np.zeros((num_drafts, 0), np.float32)  # survivals as the drafter promised them, newest last
-        self._stage = _Stage.REST
+        self._stage = _Stage.STANDBY
         self._steps = 0  # since the last review, or in the stage
+        self._standby_steps = 0  # that are left
         self._saved_s = 0.0  # for the next probe, or the next step without drafting
         self._worth = 0.0  # of drafting a step, in steps without
         self._skips = 0  # so many steps, with this one, go without
         self._since_skip = 0
         self._judged_load = 0
+        self._pays_beside = True  # drafting, beside the prompts of the step
         self._turn = 0  # whose turn it is to be probed
 
     # ---- what a step does -----------------------------------------------------------------------------------------
 
-    def begin_step(self, num_requests: int, other_rows: int) -> None:
-        """A step with `num_requests` > 0 decoding requests and `other_rows` rows is planned: set policy and stage."""
+    def begin_step(self, num_requests: int, prompts: PromptRows) -> None:
+        """A step with `num_requests` > 0 decoding requests is planned: set policy and stage."""
         self._steps += 1
         self._skips = max(0, self._skips - 1)
         if self.policy is DraftPolicy.NONE:
             self._skips = 0
-        elif self._skips == 0 and self._may_skip(num_requests, other_rows):
+        elif self._skips == 0 and self._may_skip(num_requests, prompts.num_rows):
             self._skips = _SKIPPED_STEPS
-        is_other_load = not 1 / _OTHER_LOAD <= num_requests / max(1, self._judged_load) <= _OTHER_LOAD
-        if self._stage is not _Stage.REST:
-            self._go_on(num_requests, other_rows)
-        elif is_other_load or (self.policy is not DraftPolicy.NONE and self._steps >= _REVIEW_STEPS):
-            self._review(num_requests, other_rows)
-        elif self.policy is DraftPolicy.NONE:
-            self._save(num_requests, other_rows)
+        self._standby_steps = max(0, self._standby_steps - 1)
+        if self.policy is not DraftPolicy.NONE:
+            self._standby_steps = _STANDBY_STEPS
+        elif self._stage is _Stage.STANDBY and not self._standby_steps:
+            self._stage = _Stage.REST
+        if self._stage in (_Stage.WARM_UP, _Stage.PROBE):
+            self._go_on(num_requests)
+        elif not 1 / _OTHER_LOAD <= num_requests / max(1, self._judged_load) <= _OTHER_LOAD:
+            self._review(num_requests)
+        elif self.policy is not DraftPolicy.NONE:
+            if self._steps >= _REVIEW_STEPS:
+                self._review(num_requests)
+        else:
+            self._save(num_requests, prompts.num_rows)
+        self._pays_beside = not prompts.num_rows or self._drafting_pays_beside(num_requests, prompts)
+
+    @property
+    def drafts_now(self) -> bool:
+        """Whether all requests of the step propose drafts, newcomers too."""
+        return self.policy is not DraftPolicy.NONE and not self._skips and self._pays_beside
+
+    def may_trim(self, prompts: PromptRows) -> bool:
+        """Whether drafts are weighed against their rows. Beside prompts they are whatever the policy."""
+        return not self.is_probing and (self.policy is not DraftPolicy.FIXED or prompts.num_rows > 0)
 
     @property
     def is_probing(self) -> bool:
@@ -106,7 +153,7 @@ class DraftGuard:
 
     def proposals(self, num_requests: int) -> Int32Array:
         """Drafts that each of the step's requests should propose."""
-        if self.policy is not DraftPolicy.NONE and not self._skips:
+        if self.drafts_now:
             return np.full(num_requests, self._num_drafts, np.int32)
         wanted = np.zeros(num_requests, np.int32)
         if self._stage is _Stage.PROBE:
@@ -140,42 +187,66 @@ class DraftGuard:
 
     # ---- judgement --------------------------------------------------------------------------------------------------
 
-    def rates(self, num_requests: int, other_rows: int) -> dict[DraftPolicy, float]:
-        """Expected tokens a second by policy, judged by the pool."""
-        cost, num_blocks = self._cost, self._pool.shape[1]
-        rows = num_requests + other_rows
+    def _foresee(self, num_requests: int, other_rows: int) -> tuple[Float64Array, Float64Array]:
+        """Tokens and seconds of the target's pass with the 0, 1, .. best drafts, judged by the pool."""
+        num_blocks, rows = self._pool.shape[1], num_requests + other_rows
         weight = num_requests / num_blocks  # of a draft in the pool
         values = np.sort(self._meter.expected(self._pool), axis=None)[::-1]
-        values = values[values >= MIN_SURVIVAL][: max(0, int((cost.max_rows - rows) / weight))]
-        count = np.arange(len(values) + 1, dtype=np.float64)
+        values = values[values >= MIN_SURVIVAL][: max(0, int((self._cost.max_rows - rows) / weight))]
         tokens = num_requests + weight * np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
-        at: Float64Array = rows + weight * count
-        seconds = cost.verify_seconds_at(at)
-        rate = tokens / (seconds + cost.draft_seconds(num_requests))
+        at: Float64Array = rows + weight * np.arange(len(values) + 1, dtype=np.float64)
+        return tokens, self._cost.verify_seconds_at(at)
+
+    def rates(self, num_requests: int) -> dict[DraftPolicy, float]:
+        """Expected tokens a second by policy, in steps without prompts."""
+        tokens, seconds = self._foresee(num_requests, 0)
+        rate = tokens / (seconds + self._cost.draft_seconds(num_requests))
         return {
             DraftPolicy.NONE: num_requests / (float(seconds[0]) * (1.0 - self._context_share)),
             DraftPolicy.FIXED: float(rate[-1]),
             DraftPolicy.SCHEDULED: float(rate.max()),
         }
 
-    def _best(self, num_requests: int, other_rows: int) -> DraftPolicy:
+    def _drafting_pays_beside(self, num_requests: int, prompts: PromptRows) -> bool:
+        """Whether drafts for the next step bring more beside these prompts than their time is worth."""
+        if self.policy is DraftPolicy.NONE or not self._pool.shape[1]:
+            return True
+        price = prompts.price(max(self.rates(num_requests).values()))
+        tokens, seconds = self._foresee(num_requests, prompts.num_rows)
+        worth = tokens - price * seconds
+        return float(worth.max() - worth[0]) > price * self._cost.draft_seconds(num_requests)
+
+    def _best(self, num_requests: int) -> DraftPolicy:
         """The policy with the best rate; the current one, unless that is clearly worse."""
-        rates = self.rates(num_requests, other_rows)
+        rates = self.rates(num_requests)
         best = max(rates, key=lambda policy: rates[policy])
         self._worth = max(0.0, rates[best] / rates[DraftPolicy.NONE] - 1.0)
         return best if rates[best] > _STAY * rates[self.policy] else self.policy
 
-    def _review(self, num_requests: int, other_rows: int) -> None:
-        self._steps = 0
+    def _review(self, num_requests: int) -> None:
         num_blocks = self._pool.shape[1]
-        if self.policy is DraftPolicy.NONE or num_blocks >= _ENOUGH_BLOCKS:
+        if self.policy is DraftPolicy.NONE:
             self._judged_load = num_requests
-            if num_blocks:
-                self.policy = self._best(num_requests, other_rows)
+            if num_blocks and self._best(num_requests) is not DraftPolicy.NONE:
+                self._wake(num_requests)
+            return
+        self._steps = 0
+        policy = self.policy
+        if num_blocks >= _ENOUGH_BLOCKS:
+            self._judged_load = num_requests
+            policy = self._best(num_requests)
         elif num_blocks >= _FEW_BLOCKS:
-            rates = self.rates(num_requests, other_rows)
+            rates = self.rates(num_requests)
             if rates[DraftPolicy.NONE] > _LARGE_DIFFERENCE * max(rates[p] for p in rates if p is not DraftPolicy.NONE):
-                self.policy, self._judged_load = DraftPolicy.NONE, num_requests
+                policy, self._judged_load = DraftPolicy.NONE, num_requests
+        self.policy = policy
+
+    def _wake(self, num_requests: int) -> None:
+        """Drafting promises to pay at this load: at once if the drafter's context is there, else it is built first."""
+        if self._stage is _Stage.STANDBY:
+            self.policy, self._steps = self._best(num_requests), 0
+        else:
+            self._look(has_context=False)
 
     # ---- probes -----------------------------------------------------------------------------------------------------
 
@@ -187,21 +258,32 @@ class DraftGuard:
             np.array([rows, rows + probed * self._num_drafts], np.float64)
         ).tolist()
         self._saved_s += _PROBE_SHARE * step_s
-        price_s = 2 * (probe_s - step_s + cost.draft_seconds(probed)) + _WARM_UP_STEPS * _CONTEXT_SHARE * step_s
+        price_s = 2 * (probe_s - step_s + cost.draft_seconds(probed))
+        if self._stage is _Stage.REST:
+            price_s += _WARM_UP_STEPS * _CONTEXT_SHARE * step_s
         if self._saved_s >= price_s:
-            self._stage, self._steps = _Stage.WARM_UP, 0
+            self._look(has_context=self._stage is _Stage.STANDBY)
 
-    def _go_on(self, num_requests: int, other_rows: int) -> None:
+    def _look(self, has_context: bool) -> None:
+        """Begin a probe, or what must come before it."""
+        self._steps = 0
+        if not has_context:
+            self._stage = _Stage.WARM_UP
+            return
+        self._stage = _Stage.PROBE
+        self._pool = self._pool[:, :0]
+        self._turn += _PROBE_REQUESTS
+
+    def _go_on(self, num_requests: int) -> None:
         if self._stage is _Stage.WARM_UP:
             if self._steps >= _WARM_UP_STEPS:
-                self._stage, self._steps = _Stage.PROBE, 0
-                self._pool = self._pool[:, :0]
-                self._turn += _PROBE_REQUESTS
+                self._look(has_context=True)
             return
         num_blocks = self._pool.shape[1]
         if num_blocks == 0 and self._steps < _LONGEST_PROBE_STEPS:
             return  # its first result is not there yet
         self._judged_load = num_requests
-        best = self._best(num_requests, other_rows) if num_blocks else DraftPolicy.NONE
+        best = self._best(num_requests) if num_blocks else DraftPolicy.NONE
         if best is DraftPolicy.NONE or num_blocks >= _ENOUGH_BLOCKS or self._steps >= _LONGEST_PROBE_STEPS:
-            self.policy, self._stage, self._steps, self._saved_s = best, _Stage.REST, 0, 0.0
+            self.policy, self._steps, self._saved_s = best, 0, 0.0
+            self._stage = _Stage.STANDBY if self._standby_steps else _Stage.REST

@@ -14,6 +14,7 @@ import numpy as np
 
 from deepinfer_core.config.scheduler import BLOCK_TOKENS, SchedulerConfig
 from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.guard import PromptRows
 from deepinfer_core.scheduling.lifecycle import Lifecycle
 from deepinfer_core.scheduling.plan import Admission, FloatArray, Int32Array, Int64Array, UInt32Mask
 from deepinfer_core.scheduling.request import ConstrainedRows, FinishReason
@@ -48,6 +49,7 @@ class Planner:
         self._life = lifecycle
         self._speculation = speculation
         self._max_rows = config.max_num_batched_tokens
+        self._prompts_wait = False  # they took all rows that the last step had for them
         self._max_chunk = config.max_prefill_chunk_tokens or config.max_num_batched_tokens
 
     def next_segments(self) -> StepSegments:
@@ -62,6 +64,7 @@ class Planner:
         decode = self._decode()
         num_rows = len(decode.slots) + (int(decode.lengths.sum()) if self._life.table.num_drafts else 0)
         prefill, admissions = self._prefill(self._max_rows - num_rows)
+        self._prompts_wait = num_rows + sum(segment.num_rows for segment in prefill) == self._max_rows
         return StepSegments(decode, prefill, admissions)
 
     # ---- decode -----------------------------------------------------------------------------------------------------
@@ -90,7 +93,8 @@ class Planner:
         survival = np.take(table.survival, slots, axis=1)
         stale = np.take(table.stale_survival, slots, axis=1) if self._speculation.needs_stale else survival
         room = self._max_rows - len(slots) - reserved
-        return self._speculation.lengths(survival, stale, caps, reserved, room), survival
+        prompts = PromptRows(reserved, self._prompts_wait)
+        return self._speculation.lengths(survival, stale, caps, prompts, room), survival
 
     def _ready_slots(self) -> Int64Array:
         """Slots that can draw one more token for certain: no launched step can already have ended them by length."""

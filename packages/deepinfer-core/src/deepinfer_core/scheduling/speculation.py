@@ -15,7 +15,7 @@ from deepinfer_core.config.scheduler import SpeculationConfig
 from deepinfer_core.scheduling.acceptance import AcceptanceMeter
 from deepinfer_core.scheduling.budget import choose_budget, fill_budget
 from deepinfer_core.scheduling.cost import CostModel
-from deepinfer_core.scheduling.guard import DraftGuard, DraftPolicy
+from deepinfer_core.scheduling.guard import DraftGuard, DraftPolicy, PromptRows
 from deepinfer_core.scheduling.plan import FloatArray, Int32Array, Int64Array
 
 __all__ = ["SpeculationPlanner"]
@@ -53,7 +53,9 @@ class SpeculationPlanner:
     @property
     def first_proposals(self) -> int:
         """Drafts that a request should propose when its prompt is done."""
-        return self.num_drafts if self.policy is not DraftPolicy.NONE else 0
+        if self._guard is not None:
+            return self.num_drafts if self._guard.drafts_now else 0
+        return self.num_drafts
 
     def proposals(self, num_requests: int) -> Int32Array:
         """Drafts that each of so many decoding requests should propose after this step."""
@@ -62,37 +64,42 @@ class SpeculationPlanner:
         return np.full(num_requests, self.num_drafts, np.int32)
 
     def lengths(
-        self, survival: FloatArray, stale: FloatArray, caps: Int64Array, other_rows: int, max_drafts: int
+        self, survival: FloatArray, stale: FloatArray, caps: Int64Array, prompts: PromptRows, max_drafts: int
     ) -> Int64Array:
         """Drafts to verify [R] of requests that can verify caps[R] at most.
 
         survival, stale [D, R]: of the newest known proposals and of the ones before, which are looked at only where
-        `needs_stale`. other_rows: rows of the step beside decode rows. max_drafts: what the step has room for in all.
+        `needs_stale`. max_drafts: what the step has room for in all.
         """
         if self._guard is not None and len(caps):
-            self._guard.begin_step(len(caps), other_rows)
+            self._guard.begin_step(len(caps), prompts)
         available = int(caps.sum())
         if available == 0:
             return np.zeros(len(caps), np.int64)
         budget, expected = min(max_drafts, available), None
-        if self._guard is not None and self._guard.policy is not DraftPolicy.FIXED and not self._guard.is_probing:
+        if self._guard is not None and self._guard.may_trim(prompts):
             expected = self.meter.expected(survival)
             judged = self.meter.expected(stale) if self.needs_stale else expected
-            budget = self._choose(judged, caps, other_rows, budget)
+            budget = self._choose(judged, caps, prompts, budget)
         if budget == available:
             return caps
         return fill_budget(budget, self.meter.expected(survival) if expected is None else expected, caps)
 
-    def _choose(self, expected: FloatArray, caps: Int64Array, other_rows: int, most: int) -> int:
+    def _choose(self, expected: FloatArray, caps: Int64Array, prompts: PromptRows, most: int) -> int:
         """The budget that pays best; now and then all of `most`, when that has been saved for."""
         if self.cost is None:
             return most
-        num_requests = len(caps)
-        seconds = self.cost.verify_seconds(num_requests + other_rows, most + 1)
-        if self.policy is DraftPolicy.NONE:  # drafts of before the change: they cost their rows only
-            return choose_budget(expected, caps, seconds, num_requests).num_drafts
-        seconds = seconds + self.cost.draft_seconds(num_requests)
-        budget = choose_budget(expected, caps, seconds, num_requests).num_drafts
+        num_requests, price = len(caps), None
+        # Drafts of before a change of policy cost their rows only.
+        draft_s = 0.0 if self.policy is DraftPolicy.NONE else self.cost.draft_seconds(num_requests)
+        if prompts.num_rows:
+            alone = self.cost.verify_seconds(num_requests, most + 1)
+            best = choose_budget(expected, caps, alone + draft_s, num_requests).rate
+            price = prompts.price(max(best, num_requests / float(alone[0])))
+        seconds = self.cost.verify_seconds(num_requests + prompts.num_rows, most + 1) + draft_s
+        budget = choose_budget(expected, caps, seconds, num_requests, price).num_drafts
+        if self.policy is DraftPolicy.NONE or prompts.num_rows:
+            return budget
         self._saved_s += _EXPLORING_SHARE * float(seconds[budget])
         if self._saved_s < float(seconds[-1] - seconds[budget]):
             return budget

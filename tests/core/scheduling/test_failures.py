@@ -10,7 +10,7 @@ import pytest
 from deepinfer_core.config.sampling import SamplingParams
 from deepinfer_core.errors import CapacityError, EngineError
 from deepinfer_core.runtime.engine_loop import make_loop
-from deepinfer_core.runtime.simulated import Faults, Ticket
+from deepinfer_core.runtime.simulated import Faults, SimulatedError, Ticket
 from deepinfer_core.scheduling.plan import StepPlan, StepResult
 from deepinfer_core.scheduling.request import ConstrainedRows, FinishReason, Stop
 from tests.core.scheduling.harness import VOCAB, Engine, alone, expect_short_answers, make_engine
@@ -370,6 +370,36 @@ def test_a_device_that_is_always_out_of_step_ends_every_request() -> None:
     expected = submit_all(engine)
     engine.run(max_steps=100)
     check(engine, expected, failed=set(expected))
+
+
+class FragileDevice:
+    """A step that fails takes those with it that were launched before anybody knew."""
+
+    def __init__(self, engine: Engine, fails_at: int) -> None:
+        self._device, self._fails_at, self._waits = engine.device, fails_at, 0
+        self._flying: list[Ticket] = []
+        self._lost: list[Ticket] = []
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        self._flying.append(self._device.launch(plan))
+        return self._flying[-1]
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        self._flying = [other for other in self._flying if other is not ticket]
+        self._waits += 1
+        if self._waits - 1 == self._fails_at or any(ticket is lost for lost in self._lost):
+            self._lost += self._flying
+            raise SimulatedError("lost")
+        return self._device.wait(ticket)
+
+
+def test_a_failure_ends_with_the_steps_that_were_launched_before_it_was_known() -> None:
+    engine = make_engine()
+    engine.loop = make_loop(engine.scheduler, FragileDevice(engine, 4), overlap=True)  # type: ignore[assignment]
+    expected = submit_all(engine)
+    engine.run()
+    check(engine, expected, failed=set())
+    assert engine.scheduler.stats.failed_steps == 2
 
 
 @pytest.mark.parametrize("failed_wait", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -133,6 +134,21 @@ def test_a_prompt_moves_on_beside_drafts_however_small_the_step_is(spare_rows: i
     for _ in range(10):
         engine.step()
     assert late in engine.finished
+
+
+def test_drafts_that_were_not_asked_for_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(num_drafts=3, overlap=True)
+    lengths = itertools.cycle([3, 0, 1, 3, 3, 2])  # proposals after each step, while a plan is made ahead
+
+    def proposals(num_requests: int) -> np.ndarray:
+        return np.full(num_requests, next(lengths), np.int32)
+
+    monkeypatch.setattr(engine.scheduler.speculation, "proposals", proposals)
+    expected = dict(submit(engine, prompt_of(length, length), LONG, seed=length) for length in (1, 20, 130))
+    engine.run()
+    assert engine.tokens == expected
+    assert engine.scheduler.stats.failed_steps == 0
+    assert engine.scheduler.stats.accepted_drafts > 0
 
 
 def test_a_plan_made_ahead_names_tokens_by_their_place_in_the_held_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -120,6 +121,27 @@ def test_the_cache_holds_no_more_bytes_than_it_may(tokenizer: Tokenizer) -> None
         assert compiler.compile(StructuredOutput(regex="a0")) is not first
     finally:
         compiler.close()
+
+
+def test_of_two_grammars_the_one_not_used_for_longest_goes_first(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, max_cache_bytes=240_000)  # three of them
+    try:
+        kept, lost = (compiler.compile(StructuredOutput(regex=regex)) for regex in ("kept", "lost"))
+        for number in range(3):
+            assert compiler.compile(StructuredOutput(regex="kept")) is kept
+            compiler.compile(StructuredOutput(regex=f"a{number}"))
+        assert compiler.compile(StructuredOutput(regex="lost")) is not lost
+    finally:
+        compiler.close()
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux says what another process may use")
+def test_the_child_may_use_four_gibibytes(byte_grammars: GrammarCompiler) -> None:
+    byte_grammars.compile(StructuredOutput(choice=["a child runs"]))
+    child = next(sandbox._child for sandbox in byte_grammars._sandboxes if sandbox.is_ready)
+    assert child is not None
+    assert 0 < resource.prlimit(child._process.pid, resource.RLIMIT_AS)[0] <= 4 << 30  # no limit is -1
+    assert resource.prlimit(child._process.pid, resource.RLIMIT_CORE)[0] == 0
 
 
 def test_a_grammar_larger_than_the_cache_still_works(tokenizer: Tokenizer) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from deepinfer_core.config.sampling import SamplingParams
-from deepinfer_core.scheduling.plan import RowKind, TokenSource, Writes
+from deepinfer_core.runtime.simulated import Ticket
+from deepinfer_core.scheduling.plan import RowKind, StepPlan, TokenSource, Writes
 from deepinfer_core.scheduling.request import Finished, FinishReason
 from deepinfer_core.scheduling.stats import SchedulerStats
 from tests.core.scheduling.harness import VOCAB, Engine, alone, expect_short_answers, make_engine
@@ -413,6 +414,37 @@ def test_usage_and_times_are_reported_at_the_end() -> None:
     report = engine.scheduler.stats.as_dict()
     assert report["output_tokens"] == 40
     assert report["finished"] == {"length": 1}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_counters_add_up(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(overlap=overlap)
+    stats, meter, launch = engine.scheduler.stats, engine.scheduler.speculation.meter, engine.device.launch
+    plans: list[StepPlan] = []
+    used: list[int] = []
+
+    def watched(plan: StepPlan) -> Ticket:
+        plans.append(plan)
+        used.append(engine.scheduler.ledger.num_used)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.device, "launch", watched)
+    params = SamplingParams(max_tokens=30, stop_token_ids=[5, 6, 7])
+    numbers = [engine.scheduler.add(prompt_of(length, length), params, seed=length) for length in range(100, 420, 40)]
+    while len(engine.tokens) < 4:
+        engine.step()
+    engine.scheduler.abort(numbers[1])
+    engine.scheduler._life.preempt(engine.scheduler._table.least_urgent())
+    engine.run()
+    drawn = sum(len(tokens) for tokens in engine.tokens.values())
+    assert stats.output_tokens == drawn == sum(end.output_tokens for end in engine.finished.values())
+    assert stats.finished.total() == len(engine.finished) == len(numbers)
+    assert stats.lookups.total() == len(numbers) + stats.preemptions
+    assert (stats.verified_drafts, stats.accepted_drafts) == (meter.verified.sum(), meter.accepted.sum())
+    assert 0 < stats.accepted_drafts < stats.verified_drafts
+    assert (stats.steps, stats.rows) == (len(plans), sum(plan.num_rows for plan in plans))
+    assert stats.prefill_rows == sum(int((plan.row_kind <= RowKind.REPLAY).sum()) for plan in plans)
+    assert stats.peak_used_blocks == max(used)
 
 
 def test_the_mean_time_to_first_token_is_split_into_queue_and_prefill() -> None:

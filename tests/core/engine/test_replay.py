@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from deepinfer_core.cli import main
 from deepinfer_core.cli.replay import replay
 from deepinfer_core.errors import ReplayError
 from deepinfer_core.outputs.replay import read_replay, replay_bytes
+from deepinfer_core.outputs.shapes import FinishReason
 from tests.core.harness import FIXTURES
 
 PARAMS = SamplingParams(
@@ -70,6 +72,18 @@ def test_the_token_is_a_function_of_the_content(tiny_llm: LLM, answer: RequestOu
     same = tiny_llm.generate("The sea", SamplingParams(seed=1, max_tokens=3), use_tqdm=False)[0]
     assert again.replay_token == same.replay_token
     assert again.replay_token != answer.replay_token
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_ended_from_outside_cannot_be_saved(
+    answer: RequestOutput, reason: FinishReason, tmp_path: Path
+) -> None:
+    ended = copy.deepcopy(answer)
+    ended.outputs[1].finish_reason = reason
+    with pytest.raises(ReplayError, match=f"answer 1 ended with '{reason}' after"):
+        ended.save_replay(tmp_path / "a.json")
+    assert not (tmp_path / "a.json").exists()
 
 
 @pytest.mark.bad_input

@@ -61,6 +61,21 @@ def test_drafts_that_were_not_verified_do_not_count() -> None:
     assert fit_temperatures(cut) == pytest.approx((2.0, 2.0), rel=0.25)
 
 
+@pytest.mark.parametrize("outcome", [0, 2])
+def test_a_log_of_one_outcome_is_fitted_within_the_range(outcome: int) -> None:
+    confidences = np.random.default_rng(1).uniform(0.2, 0.9, (300, 2)).astype(np.float32)
+    log = ConfidenceLog(confidences, np.full(300, 2), np.full(300, outcome))
+    calibration = Calibration.fit(log, "coupled")
+    assert all(0.1 <= temperature <= 10.0 for temperature in calibration.temperatures)
+    assert all(after <= before for before, after in zip(calibration.error_before, calibration.error_after, strict=True))
+
+
+def test_confidences_of_zero_and_one_are_fitted_too() -> None:
+    certain = np.repeat([[0.0, 1.0], [1.0, 1.0]], 100, axis=0)
+    log = ConfidenceLog(certain, np.full(200, 2), np.repeat([0, 2], 100))
+    assert Calibration.fit(log, "coupled").error_after == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
 def test_a_table_survives_json() -> None:
     calibration = Calibration.fit(make_log(2_000, (2.0, 2.0)), "ratio")
     assert Calibration.from_dict(json.loads(json.dumps(calibration.as_dict()))) == calibration
@@ -109,6 +124,8 @@ def test_a_damaged_table_is_refused(change: dict[str, object]) -> None:
         (np.array([[0.5]]), np.array([1]), np.array([2])),
         (np.array([[0.5]]), np.array([1, 1]), np.array([0])),
         (np.array([0.5]), np.array([1]), np.array([0])),
+        (np.array([[0.5]]), np.array([2]), np.array([1])),
+        (np.zeros((1, 0)), np.array([0]), np.array([0])),
     ],
 )
 def test_a_log_that_makes_no_sense_is_refused(confidences: object, verified: object, accepted: object) -> None:

@@ -71,9 +71,18 @@ class Difference:
 
 
 def replay_bytes(output: RequestOutput) -> bytes:
-    """The file of a finished output, the same bytes every time. Raises ReplayError while it runs."""
+    """The file of a finished output, the same bytes every time.
+
+    Raises ReplayError while it runs, and for answers that were aborted or failed: what ended them is not in the file.
+    """
     if output.provenance is None or output.sampling_params is None or not output.finished:
         raise ReplayError("only a finished output of an engine can be replayed")
+    for one in output.outputs:
+        if one.finish_reason in ("abort", "error"):
+            raise ReplayError(
+                f"answer {one.index} ended with {one.finish_reason!r} after {len(one.token_ids)} tokens; only answers "
+                "that came to their own end can be replayed"
+            )
     record = {
         "format": _FORMAT,
         "engine_version": output.provenance.engine_version,

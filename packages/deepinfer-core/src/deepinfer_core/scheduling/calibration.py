@@ -48,6 +48,12 @@ class ConfidenceLog:
             raise ConfigError("a confidence log holds confidences that are not from 0 to 1")
         if ((self.num_accepted < 0) | (self.num_accepted > self.num_verified)).any():
             raise ConfigError("a confidence log says that more drafts were accepted than verified")
+        num_drafts = self.confidences.shape[1]
+        if not 1 <= num_drafts <= _MAX_DRAFTS or (self.num_verified > num_drafts).any():
+            raise ConfigError(
+                f"a confidence log is about 1 to {_MAX_DRAFTS} drafts a block; it has {num_drafts} confidences a block "
+                f"and up to {self.num_verified.max(initial=0)} drafts verified"
+            )
 
     def judged(self, position: int) -> BoolArray:
         """Records [N] in which the draft at `position` (from 0) was verified.

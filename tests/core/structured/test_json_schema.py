@@ -148,6 +148,12 @@ def test_a_schema_that_makes_no_sense_is_refused_with_the_reason(
         ({"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}, '{"a":{"x":'),
         ({"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}, '{"a":[['),
         ({"type": "array", "prefixItems": [{"$ref": "#/$defs/x"}], "minItems": 1}, '{"a":[['),
+        # Nor one that asks for a property that no pattern allows, or that its pattern makes endless.
+        (
+            {"type": "object", "required": ["b"], "patternProperties": {"^c": {}}, "additionalProperties": False},
+            '{"a":{"',
+        ),
+        ({"type": "object", "required": ["b"], "patternProperties": {"^b": {"$ref": "#/$defs/x"}}}, '{"a":{"b":{"'),
     ],
 )
 def test_an_endless_part_that_need_not_be_written_cannot_be_begun(
@@ -210,6 +216,17 @@ def test_json_is_compact(byte_grammars: GrammarCompiler) -> None:
     assert check_text(structured, '{"a":[1,{"b":"x y"}]}', compiler=byte_grammars).accepted
     assert check_text(structured, '{"a": 1}', compiler=byte_grammars).position == 5
     assert check_text(structured, "[]", compiler=byte_grammars).position == 0
+
+
+def test_a_required_property_may_be_one_that_a_pattern_allows(byte_grammars: GrammarCompiler) -> None:
+    schema = {
+        "type": "object",
+        "required": ["b1"],
+        "patternProperties": {"^b[\\d-z]$": {"const": 1}},
+        "additionalProperties": False,
+    }
+    assert _accepts(byte_grammars, schema, '{"b1":1}')
+    assert not _accepts(byte_grammars, schema, '{"b2":1}')
 
 
 @pytest.mark.parametrize("form", ["date", "date-time"])

@@ -10,6 +10,7 @@ An impossible part that need not be written becomes `false`; an impossible root 
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, cast
 
 from deepinfer_core.errors import GrammarError
@@ -74,10 +75,17 @@ class _Rules:
         return ("object" in types and self._object(node)) or ("array" in types and self._array(node))
 
     def _object(self, node: dict[str, Any]) -> bool:
+        return all(self._property(node, name) for name in node.get("required", ()))
+
+    def _property(self, node: dict[str, Any], name: Any) -> bool:
+        """Whether the property `name` can be written: by its own schema, those of patterns, or that of the rest."""
+        if not isinstance(name, str):  # llguidance will refuse it
+            return True
         properties: dict[str, Any] = node.get("properties", {})
-        rest = node.get("additionalProperties", True)
-        has_patterns = bool(node.get("patternProperties"))
-        return all(self._known(properties.get(name, has_patterns or rest)) for name in node.get("required", ()))
+        patterns: dict[str, Any] = node.get("patternProperties", {})
+        schemas = [properties[name]] if name in properties else []
+        schemas += [schema for pattern, schema in patterns.items() if _matches(pattern, name)]
+        return all(self._known(schema) for schema in schemas or [node.get("additionalProperties", True)])
 
     def _array(self, node: dict[str, Any]) -> bool:
         first: list[Any] = node.get("prefixItems", [])
@@ -85,3 +93,11 @@ class _Rules:
         if not all(self._known(item) for item in first[:least]):
             return False
         return least <= len(first) or self._known(node.get("items", True))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a portable pattern matches; what Python does not understand does."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True

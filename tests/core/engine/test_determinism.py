@@ -102,6 +102,28 @@ def test_exact_replay_after_a_hit_equals_a_cold_run_to_the_bit(oracle: Oracle, d
     engine.runner.close()
 
 
+def test_a_bounded_replay_sees_nothing_of_who_had_the_slot_before(oracle: Oracle) -> None:
+    warm, other, hit = (Traffic(Job(document, 520, 3, "greedy", 1, 8)) for document in (0, 1, 0))
+    answers = []
+    for before in ([warm], [warm, other]):
+        engine = engine_of(
+            MODEL,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=128,
+            max_num_seqs=1,
+            num_blocks=16,
+            deterministic=False,
+            prefix_replay="bounded",
+            draft_schedule="fixed",
+        )
+        server = Server(engine, oracle)
+        server.play(before)
+        answers.append(server.play([hit]))
+        assert engine.scheduler.stats.hit_tokens == 512
+        engine.runner.close()
+    assert answers[0] == answers[1]
+
+
 def test_a_second_start_and_a_saved_salt_change_nothing(oracle: Oracle) -> None:
     traffic = crowd(3, 3, ("sampled", "forked"))
     for salt in (None, "5a" * 32):

@@ -196,6 +196,17 @@ def test_a_full_queue_is_raised_by_the_stream() -> None:
     run(scenario, max_num_waiting=1, max_num_seqs=2)
 
 
+@pytest.mark.bad_input
+def test_answers_of_a_request_that_has_no_room_for_all_never_run() -> None:
+    async def scenario(engine: Engine) -> None:
+        with pytest.raises(QueueFullError):
+            await read(engine.add_request("hello", sampled(n=4)))
+        assert (await read(engine.add_request("hello", sampled(max_tokens=3))))[-1].output_tokens == 3
+        assert inside(engine).scheduler.stats.output_tokens == 3
+
+    run(scenario, max_num_waiting=2, max_num_seqs=1)
+
+
 def test_closing_ends_every_stream() -> None:
     async def main() -> None:
         engine = Engine(MODEL, **SETTINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
+from deepinfer_core.errors import EngineError
 from deepinfer_core.sampling import SampledBatch, SampleRows, fork_seed, request_seed
 from tests.core.inside import inside
 from tests.core.llm.conftest import MODEL
@@ -128,6 +130,8 @@ def test_the_end_token_ends_the_answer_unless_ignored(llm: LLM) -> None:
     (late,) = llm.generate("Hello", dataclasses.replace(params, min_tokens=3))
     assert late.outputs[0].token_ids[3:] == [eos]
     assert eos not in late.outputs[0].token_ids[:3]
+    (named,) = llm.generate("Hello", dataclasses.replace(params, stop_token_ids=[eos]))
+    assert (named.outputs[0].token_ids, named.outputs[0].stop_reason) == ([eos], eos)
 
 
 def test_a_stop_string_is_cut_off_and_drafts_behind_it_do_not_count(llm: LLM, plain_llm: LLM) -> None:
@@ -144,6 +148,17 @@ def test_a_stop_string_is_cut_off_and_drafts_behind_it_do_not_count(llm: LLM, pl
     assert plain_llm.generate("Hello", stopped)[0].outputs[0].token_ids == answer.token_ids
     (shown,) = llm.generate("Hello", dataclasses.replace(stopped, include_stop_str_in_output=True))
     assert shown.outputs[0].text == text[: text.index(stop) + len(stop)]
+
+
+def test_a_stop_string_ends_nothing_before_min_tokens(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    (free,) = llm.generate("Hello", params)
+    first = llm.tokenizer.decode(free.outputs[0].token_ids[:1])
+    late = dataclasses.replace(params, stop=[first[-1]], min_tokens=20)
+    (output,) = llm.generate("Hello", late)
+    assert len(output.outputs[0].token_ids) > 20
+    assert output.outputs[0].text.startswith(first)
+    assert "".join(chunk.text for chunk in llm.stream("Hello", late)) == output.outputs[0].text
 
 
 def test_logprobs_have_the_shape_of_vllm(llm: LLM) -> None:
@@ -181,6 +196,8 @@ def test_prompt_logprobs_are_those_of_a_full_pass(llm: LLM, plain_llm: LLM) -> N
     assert np.mean(close) >= 0.9
     (chunked,) = plain_llm.generate(prompt_token_ids=prompt, sampling_params=params)
     assert chunked.prompt_logprobs == output.prompt_logprobs
+    (of_three,) = llm.generate(prompt_token_ids=prompt, sampling_params=dataclasses.replace(params, n=3))
+    assert of_three.prompt_logprobs == output.prompt_logprobs
 
 
 def test_a_cached_prefix_changes_no_token(llm: LLM, plain_llm: LLM) -> None:
@@ -249,6 +266,13 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_copy_of_the_process_says_that_it_cannot_generate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)  # as after os.fork
+    with pytest.raises(EngineError, match="made before a fork"):
+        llm.generate("Hello", GREEDY)
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

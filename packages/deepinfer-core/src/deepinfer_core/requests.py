@@ -128,9 +128,7 @@ class PreparedRequest:
         """One answer is over; the last one completes the output."""
         answer.finish(end)
         if self.output.finished and self.output.prompt_logprobs is not None:
-            # A request that was preempted scores its prompt again from the start: the last pass counts.
-            last = self._scored[len(self._scored) - (len(self.token_ids) - 1) :] if self._scored else []
-            self.output.prompt_logprobs += [logprob_table(entry, self._tokenizer) for entry in last]
+            self.output.prompt_logprobs += [logprob_table(entry, self._tokenizer) for entry in self._scored]
         if self.sink is not None:
             self._tell_end(self.sink, answer, end)
 

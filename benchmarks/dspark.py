@@ -12,14 +12,11 @@ The bundled model on prompts of `texts.py`. Every way has two engines of its own
 comes of the order cancels. In a round each way answers the same prompts once, in turn, on the engines of one order; all
 ways give the same tokens.
 
-    tokens/s = tokens / sum over all steps of the lower quartile of the seconds of steps of that shape, on that engine
-
-On a machine that others use a step takes 10 ms, the next one 20, some seconds are slow as a whole, and single rounds
-scatter by a quarter. So every step counts, whatever it was for, but with what such a step takes undisturbed. Wall
-seconds run from one step's end to the next one's: planning, text and outputs are in them. `scheduled_over` are ratios
-of scheduled to each other way, the geometric mean of both orders (`by_order`); beside it stands what the clock showed:
-the ratio of all seconds (`clock`), of the least and of the largest round. The least of the means is the ratio to the
-best other way. Accepted and verified are drafts a request and step.
+Equal steps of one engine take 10 to 30 ms on a machine that others use, and single rounds scatter by a tenth, so there
+are many: `scheduled_over` are medians, over all rounds of both orders, of the ratio of an other way's seconds to those
+of scheduled; `error` is the standard error of such a median, from the rounds' median deviation. The clock runs from the
+first request to the last text. The least of the medians is the ratio to the best other way. Accepted and verified are
+drafts a request and step.
 """
 
 from __future__ import annotations
@@ -29,19 +26,14 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from measuring import turns, write_results
 from texts import KINDS, prompt
 
 from deepinfer_core import LLM, SamplingParams
-from deepinfer_core.runtime.assembly import AssembledEngine
-from deepinfer_core.runtime.forward import bucket
-from deepinfer_core.scheduling.plan import RowKind, StepPlan
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"num_drafts": 0},
@@ -50,37 +42,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "scheduled": {"num_drafts": 5, "draft_schedule": "scheduled"},
 }
 MAX_REQUESTS = 64
-SETTLING_STEPS = 100  # before anything is measured: guard and cost model know this load, as they would in a server
+SETTLING_STEPS = 200  # before anything is measured: guard and cost model know this load, as they would in a server
 FEWEST_ROUNDS = 3
-UNDISTURBED = 0.25  # this quantile of a shape's steps
-
-Shape = tuple[int, int, int, bool]  # buckets of rows, prompt rows and drafting requests; whether context is kept up
-Step = tuple[Shape, float]  # and wall seconds
 
 
 class Engine:
-    """An engine that notes its steps. `rounds`: tokens, and the steps that they took."""
+    """An engine and its `rounds`: tokens, and wall seconds."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._scheduler = cast(AssembledEngine, llm._engine).scheduler
-        self._observe = self._scheduler.observe_seconds
-        self._scheduler.observe_seconds = self._noted  # called once for each step, right after its commit
-        self._since_s = 0.0
-        self._steps: list[Step] = []
-        self.rounds: list[tuple[int, list[Step]]] = []
-
-    def _noted(self, plan: StepPlan, seconds: float) -> None:
-        self._observe(plan, seconds)
-        shape = (
-            bucket(plan.num_rows),
-            bucket(int(np.count_nonzero(plan.row_kind <= RowKind.REPLAY))),
-            bucket(int(np.count_nonzero(plan.segment_num_drafts))),
-            plan.stores_draft_context,
-        )
-        now_s = time.perf_counter()
-        self._steps.append((shape, now_s - self._since_s))
-        self._since_s = now_s
+        self.rounds: list[tuple[int, float]] = []
 
     def answer(self, text: str, batch: int, output_tokens: int, temperature: float, number: int) -> None:
         """One turn: `batch` requests at a time. Prose goes on until the length is reached; stories and chats end where
@@ -91,66 +62,68 @@ class Engine:
             SamplingParams(temperature=temperature, seed=i, max_tokens=output_tokens, ignore_eos=text == "prose")
             for i in range(batch)
         ]
-        self._steps = []
-        self._since_s = time.perf_counter()
+        start_s = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, parse_special=True)
-        shape, seconds = self._steps[-1]
-        self._steps[-1] = shape, seconds + time.perf_counter() - self._since_s  # what is left to do after the last step
-        self.rounds.append((sum(len(output.outputs[0].token_ids) for output in outputs), self._steps))
+        seconds = time.perf_counter() - start_s
+        self.rounds.append((sum(len(output.outputs[0].token_ids) for output in outputs), seconds))
 
     def settle(self, text: str, batch: int, output_tokens: int, temperature: float) -> float:
         """Answer until SETTLING_STEPS are done; seconds of a round."""
-        start_s = time.perf_counter()
         self.rounds = []
-        while sum(len(steps) for _, steps in self.rounds) < SETTLING_STEPS:
+        end = self.counts()["steps"] + SETTLING_STEPS
+        while self.counts()["steps"] < end:
             self.answer(text, batch, output_tokens, temperature, -1 - len(self.rounds))
-        seconds = (time.perf_counter() - start_s) / len(self.rounds)
+        seconds = self.seconds()
         self.rounds = []
-        return seconds
+        return math.fsum(seconds) / len(seconds)
 
-    def counts(self) -> list[int]:
-        """Output tokens, verified and accepted drafts so far."""
+    def counts(self) -> dict[str, int]:
+        """So far."""
         found = self._llm.statistics()
-        return [cast("int", found[name]) for name in ("output_tokens", "verified_drafts", "accepted_drafts")]
+        return {
+            name: cast("int", found[name]) for name in ("steps", "output_tokens", "verified_drafts", "accepted_drafts")
+        }
 
     @property
     def policy(self) -> object:
         """What the guard has chosen last."""
         return self._llm.statistics()["draft_policy"]
 
-    def tokens_per_s(self) -> float:
-        """Of all rounds, as above."""
-        by_shape: defaultdict[Shape, list[float]] = defaultdict(list)
-        for _, steps in self.rounds:
-            for shape, seconds in steps:
-                by_shape[shape].append(seconds)
-        total_s = sum(len(same) * float(np.quantile(same, UNDISTURBED)) for same in by_shape.values())
-        return sum(tokens for tokens, _ in self.rounds) / total_s
-
     def seconds(self) -> list[float]:
-        """By the clock, of each round."""
-        return [math.fsum(seconds for _, seconds in steps) for _, steps in self.rounds]
+        """Of each round."""
+        return [seconds for _, seconds in self.rounds]
 
 
 def ratio(orders: list[dict[str, Engine]], name: str) -> dict[str, Any]:
     """Scheduled over way `name`: the same tokens in both, so a ratio of seconds."""
-    by_order = [engines["scheduled"].tokens_per_s() / engines[name].tokens_per_s() for engines in orders]
-    clock = [(engines[name].seconds(), engines["scheduled"].seconds()) for engines in orders]
-    rounds = [a / b for other, scheduled in clock for a, b in zip(other, scheduled, strict=True)]
+    by_order = [
+        [a / b for a, b in zip(engines[name].seconds(), engines["scheduled"].seconds(), strict=True)]
+        for engines in orders
+    ]
+    rounds = [found for order in by_order for found in order]
+    median = statistics.median(rounds)
+    spread = 1.4826 * statistics.median(abs(found - median) for found in rounds)  # as of a normal distribution
+    totals = [[math.fsum(engines[way].seconds()) for engines in orders] for way in (name, "scheduled")]
     return {
-        "mean": statistics.geometric_mean(by_order),
-        "by_order": by_order,
-        "clock": sum(sum(other) for other, _ in clock) / sum(sum(scheduled) for _, scheduled in clock),
+        "median": median,
+        "error": 1.2533 * spread / math.sqrt(len(rounds)),
+        "by_order": [statistics.median(order) for order in by_order],
+        "all_seconds": math.fsum(totals[0]) / math.fsum(totals[1]),
         "least": min(rounds),
         "largest": max(rounds),
     }
+
+
+def tokens_per_s(engines: list[Engine]) -> float:
+    """Of the median round of each engine: what disturbs a round is not the engine."""
+    return statistics.geometric_mean(statistics.median(t / s for t, s in engine.rounds) for engine in engines)
 
 
 def measure(
     orders: list[dict[str, Engine]], text: str, batch: int, output_tokens: int, temperature: float, seconds: float
 ) -> dict[str, Any]:
     """One batch size: rates of all ways, and the ratios, from rounds of about `seconds` with each order."""
-    before: dict[str, list[list[int]]] = {name: [] for name in WAYS}
+    before: dict[str, list[dict[str, int]]] = {name: [] for name in WAYS}
     for engines in orders:
         round_s = sum(engine.settle(text, batch, output_tokens, temperature) for engine in engines.values())
         for name in WAYS:
@@ -165,14 +138,15 @@ def measure(
     ways: dict[str, Any] = {}
     for name in WAYS:
         after = [engines[name].counts() for engines in orders]
-        tokens, verified, accepted = (
-            sum(new[i] - old[i] for new, old in zip(after, before[name], strict=True)) for i in range(3)
+        steps, tokens, verified, accepted = (
+            sum(new[count] - old[count] for new, old in zip(after, before[name], strict=True)) for count in after[0]
         )
         draws = tokens - accepted  # each request draws one token of its own a step
         ways[name] = {
-            "tokens_per_s": statistics.geometric_mean(engines[name].tokens_per_s() for engines in orders),
+            "tokens_per_s": tokens_per_s([engines[name] for engines in orders]),
             "accepted_a_step": accepted / draws,
             "verified_a_step": verified / draws,
+            "steps_a_round": steps / sum(len(engines[name].rounds) for engines in orders),
         }
     over = {name: ratio(orders, name) for name in WAYS if name != "scheduled"}
     return {
@@ -183,7 +157,7 @@ def measure(
         "rounds": [len(engines["scheduled"].rounds) for engines in orders],
         "ways": ways,
         "scheduled_over": over,
-        "scheduled_over_best": min(found["mean"] for found in over.values()),
+        "scheduled_over_best": min(found["median"] for found in over.values()),
         "policy": [engines["scheduled"].policy for engines in orders],
     }
 
@@ -219,7 +193,18 @@ def main() -> None:
             for temperature in args.temperature:
                 for batch in args.batch:
                     found = measure(orders, text, batch, args.output_tokens, temperature, args.seconds)
-                    print(text, batch, temperature, found["scheduled_over_best"], found["policy"], flush=True)
+                    over = {
+                        name: f"{of['median']:.3f} ± {of['error']:.3f}" for name, of in found["scheduled_over"].items()
+                    }
+                    print(
+                        text,
+                        batch,
+                        temperature,
+                        f"{found['scheduled_over_best']:.3f}",
+                        over,
+                        found["policy"],
+                        flush=True,
+                    )
                     results.append(found)
     write_results(args.output, {"results": kept_results(args.output, results) + results})
 

@@ -22,6 +22,7 @@ from deepinfer_core.model.batch import batch_of
 from deepinfer_core.model.step_arrays import StepShape, fits_fixed_shape, pack_step
 from deepinfer_core.runtime.forward import CudaCapture, Forward, bucket
 from deepinfer_core.runtime.runner import Runner, RunnerConfig
+from deepinfer_core.runtime.step_costs import measure_costs
 from deepinfer_core.scheduling.plan import Admission, Content, StepPlan, StepResult, TokenSource
 from tests.core.harness import BLOCKS_A_REQUEST, Chunk, TinyModel, plan_of
 
@@ -76,7 +77,10 @@ def held_step(slots: list[int], verified: list[int], decoder_from: int = 0) -> S
 
 
 def assert_equal(got: StepResult, want: StepResult) -> None:
+    """But for `is_cold`, which is of the run and not of its numbers."""
     for spec in fields(StepResult):
+        if spec.name == "is_cold":
+            continue
         a, b = getattr(got, spec.name), getattr(want, spec.name)
         assert np.array_equal(a, b) if isinstance(b, np.ndarray) else a == b, spec.name
 
@@ -99,6 +103,33 @@ def test_replayed_steps_padded_to_their_bucket_give_the_bits_of_eager_ones(tiny_
     assert capture.replays == (9 - 2) + (10 - 3)
     eager.close()
     captured.close()
+
+
+def test_steps_that_compile_or_capture_say_so(tiny_a: TinyModel) -> None:
+    captured, eager = runner_of(tiny_a, RerunCapture()), runner_of(tiny_a, None)
+    plans = [prompts_step(tiny_a)] + [held_step([0, 1, 2], [3, 3, 3])] * 3 + [held_step([2], [1])] * 3
+    # The prompts' step runs the draft blocks of three segments for the first time, the step after it the second time.
+    assert [captured.run(plan).is_cold for plan in plans] == [True, True, True, False, True, True, False]
+    assert not any(eager.run(plan).is_cold for plan in plans)
+    captured.close()
+    eager.close()
+
+
+def test_costs_at_start_are_those_of_replayed_graphs(tiny_a: TinyModel) -> None:
+    """Of every size two passes come before the first that counts; what is known of sizes is where graphs are."""
+    capture = RerunCapture()
+    runner = runner_of(tiny_a, capture)
+    sizes: list[int] = []
+    probe = runner.probe
+    runner.probe = lambda plan: (sizes.append(plan.num_rows), probe(plan))[1]  # type: ignore[method-assign]
+    cost = measure_costs(runner, max_rows=16, max_requests=4)
+    table = cost._verify_table
+    assert table.rows[-1] == 16
+    assert table.captured == tuple(range(8, 17, 8))
+    assert np.unique(table.dense(16)[1:9]).size == 1  # one graph serves them all
+    assert all(sizes.count(size) >= 2 + 2 for size in table.rows)
+    assert capture.replays > 0
+    runner.close()
 
 
 def test_a_step_of_most_rows_is_captured_where_these_fill_no_whole_tiles(tiny_a: TinyModel) -> None:

@@ -17,7 +17,7 @@ from deepinfer_core.scheduling.guard import DraftPolicy, PromptRows
 from deepinfer_core.scheduling.speculation import SpeculationPlanner
 from tests.core.scheduling.harness import make_engine
 
-TABLE = CostTable((4, 8, 16, 64), (1.0, 2.0, 3.0, 9.0), captured_rows=16)
+TABLE = CostTable((4, 8, 16, 64), (1.0, 2.0, 3.0, 9.0), captured=(4, 8, 16))
 
 
 def test_costs_are_a_staircase_up_to_the_captured_rows_and_a_line_above() -> None:
@@ -239,3 +239,17 @@ def test_outcomes_are_learned_in_whatever_order_the_device_answers(reverses: boo
     assert verified[0] > 0
     assert meter.verified.tolist() == verified.tolist()
     assert meter.accepted.tolist() == accepted.tolist()
+
+
+def test_steps_that_compiled_or_captured_something_teach_no_costs() -> None:
+    cost = CostModel(CostTable((1, 64), (1.0, 64.0)), CostTable((1,), (1.0,)), max_rows=64, max_requests=8)
+    engine = make_engine(cost=cost)
+    engine.scheduler.add([2, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
+    seen: list[int] = []
+    observe = engine.scheduler.observe_seconds
+    engine.scheduler.observe_seconds = lambda plan, seconds: (seen.append(plan.step), observe(plan, seconds))[1]  # type: ignore[method-assign]
+    wait = engine.device.wait
+    engine.device.wait = lambda ticket: replace(wait(ticket), is_cold=ticket.result.step % 3 == 0)  # type: ignore[method-assign]
+    engine.run()
+    assert len(seen) > 5
+    assert all(step % 3 for step in seen)

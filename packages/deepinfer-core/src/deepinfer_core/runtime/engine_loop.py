@@ -89,7 +89,8 @@ class EngineLoop[Ticket]:
             self.scheduler.abandon(plan, str(error), is_own=not isinstance(error, PeerError))
             self._is_recovering = True
             return self.scheduler.take_finished()
-        self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
+        if not result.is_cold:
+            self.scheduler.observe_seconds(plan, done_s - max(launched_s, self._last_done_s))
         self._last_done_s = done_s
         return outputs
 

@@ -46,7 +46,8 @@ __all__ = ["Capture", "CudaCapture", "Forward", "ForwardRows", "bucket"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_GRAPHS = 64  # kept; the one that was used longest ago goes first
+_MOST_GRAPHS = 192  # kept; the one that was used longest ago goes first. A load that falls from 64 to 1 request with
+# drafts comes by 110 shapes, and each that has gone takes a step to be captured again.
 
 
 def bucket(size: int) -> int:
@@ -143,6 +144,15 @@ class Forward:
         self._capture = capture
         self._graphs: OrderedDict[Hashable, _Graph[Any] | None] = OrderedDict()  # None: seen once
         self._refused: set[Hashable] = set()  # shapes that could not be captured
+        self.is_cold = False  # the newest step compiled or captured something
+
+    @property
+    def captured_rows(self) -> tuple[int, ...]:
+        """Sizes [rows] that steps are padded to, ascending; none where nothing is captured."""
+        if self._capture is None or self.mask_decoder:
+            return ()
+        most = min(self.most_rows, self.state.layout.window.scratch_rows)
+        return tuple(sorted({min(self._padded(rows), most) for rows in range(1, most + 1)}))
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -150,6 +160,7 @@ class Forward:
         self, plan: StepPlan, given: GivenEmbeddings | None, *, store_context: bool
     ) -> tuple[ForwardRows | None, tuple[int, ...]]:
         """(sample rows or None, real rows that each layer computed)."""
+        self.is_cold = False
         shape = self._fixed_shape(plan) if given is None else None
         key = (shape, store_context)
         if shape is None or not self._is_known(key):
@@ -194,9 +205,12 @@ class Forward:
             return None
         if not fits_fixed_shape(plan, self.state.layout):
             return None
-        multiple = self.kernels.row_multiple
-        rows = bucket(-(-max(plan.num_rows, plan.padded_rows) // multiple)) * multiple
+        rows = self._padded(max(plan.num_rows, plan.padded_rows))
         return StepShape.fixed(min(rows, self.state.layout.window.scratch_rows), bucket(plan.block_tables.shape[1]))
+
+    def _padded(self, rows: int) -> int:
+        multiple = self.kernels.row_multiple
+        return bucket(-(-rows // multiple)) * multiple
 
     def _capture_step(
         self, key: Hashable, arrays: StepArrays, inputs: Tensor, store_context: bool
@@ -255,7 +269,7 @@ class Forward:
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return True
-        self._graphs[key] = None
+        self._graphs[key], self.is_cold = None, True
         while len(self._graphs) > _MOST_GRAPHS:
             self._graphs.popitem(last=False)
         return False
@@ -264,6 +278,7 @@ class Forward:
         """None where torch could not capture it: nothing has run then, so the caller may still run it eagerly."""
         if self._capture is None:
             raise ValueError("nothing is captured on this device")
+        self.is_cold = True
         try:
             output, replay = self._capture.record(work)
         except RuntimeError as error:  # torch's own, lack of memory among them

@@ -93,6 +93,7 @@ class PendingResult:
     started_s: float  # perf_counter
     prompt: Mapping[int, PromptLogprobs] = field(default_factory=dict[int, PromptLogprobs])
     drawn: _Drawn | None = None  # None: no token
+    is_cold: bool = False  # as in `StepResult`
 
     @classmethod
     def queue(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -212,6 +212,8 @@ class Runner:
             self._admit(admission)
         rows, rows_per_layer = self._run_layers(plan)
         pending = self._sample(plan, rows, started_s)
+        if self.forward.is_cold:
+            pending = replace(pending, is_cold=True)
         self.stats.steps += 1
         self.stats.rows_per_layer = [a + b for a, b in zip(self.stats.rows_per_layer, rows_per_layer, strict=True)]
         return pending
@@ -225,7 +227,7 @@ class Runner:
         done_s = time.perf_counter()
         self.stats.device_seconds += done_s - max(pending.started_s, self._last_done_s)
         self._last_done_s = done_s
-        return result
+        return replace(result, is_cold=True) if pending.is_cold else result
 
     def _admit(self, admission: Admission) -> None:
         self.sampler.admit(admission)

@@ -2,9 +2,9 @@
 
     step seconds = speed x (verify(rows) + draft(requests))
 
-    verify   |            ________/    up to `captured_rows` a staircase: a step is padded to the next captured size
-             |    _______|             above it a straight line between the measured points
-             | __|                     never falling: a larger step that looks cheaper is noise
+    verify   |            ________/    a straight line between the measured points; never falling: a larger step that
+             |    _______|             looks cheaper is noise
+             | __|                     up to the largest captured size a staircase: a step is padded to the next one
 
 Corrections are factors: of the speed, of each point of the verify table, of each point of the draft table. A step shows
 only their product with its time, so a Kalman filter over their logarithms shares the surprise out: to what is known
@@ -44,7 +44,7 @@ class CostTable:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    captured_rows: int = 0  # largest graph size; steps up to it are padded to the next point
+    captured: tuple[int, ...] = ()  # sizes of graphs, ascending: a step up to the largest is padded to the next one
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.seconds):
@@ -61,14 +61,20 @@ class CostTable:
         measured: Float64Array = np.array(self.seconds, np.float64)
         points = _monotone(measured if factors is None else measured * factors)
         sizes = np.asarray(self.rows, np.float64)
-        wanted = np.arange(max_rows + 1, dtype=np.float64)
+        wanted = self.padded(np.arange(max_rows + 1, dtype=np.float64))
         seconds = np.interp(wanted, sizes, points)
         if len(points) > 1:  # beyond the last point: its slope goes on
             slope = (points[-1] - points[-2]) / (sizes[-1] - sizes[-2])
             seconds += np.clip(wanted - sizes[-1], 0.0, None) * slope
-        padded = wanted <= min(self.captured_rows, self.rows[-1])
-        seconds[padded] = points[np.searchsorted(sizes, wanted[padded])]
         return seconds
+
+    def padded(self, sizes: Float64Array) -> Float64Array:
+        """Rows that steps of `sizes` compute."""
+        if not self.captured:
+            return sizes
+        graphs = np.asarray(self.captured, np.float64)
+        at = np.minimum(np.searchsorted(graphs, sizes), len(graphs) - 1)
+        return np.where((sizes > 0) & (sizes <= graphs[-1]), graphs[at], sizes)
 
     def reaching(self, max_rows: int) -> CostTable:
         """This table with a point at `max_rows`, on the slope of its last ones: what steps of long prompts correct.
@@ -79,14 +85,15 @@ class CostTable:
         if max_rows <= self.rows[-1]:
             return self
         seconds = float(self.dense(max_rows)[-1])
-        return CostTable((*self.rows, max_rows), (*self.seconds, seconds), min(self.captured_rows, self.rows[-1]))
+        return CostTable((*self.rows, max_rows), (*self.seconds, seconds), self.captured)
 
     def neighbours(self, size: int) -> tuple[tuple[int, float], ...]:
         """The points that the cost at `size` comes from, with their weights: two, or one."""
+        size = int(self.padded(np.array([size], np.float64))[0])
         upper = bisect_left(self.rows, size)
         if upper == len(self.rows):
             return ((upper - 1, 1.0),)
-        if upper == 0 or self.rows[upper] == size or size <= self.captured_rows:
+        if upper == 0 or self.rows[upper] == size:
             return ((upper, 1.0),)
         weight = (size - self.rows[upper - 1]) / (self.rows[upper] - self.rows[upper - 1])
         return (upper - 1, 1.0 - weight), (upper, weight)

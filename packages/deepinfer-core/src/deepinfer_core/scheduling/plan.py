@@ -182,3 +182,6 @@ class StepResult:
     # prompt_logprobs: segment number -> one entry for each prompt token predicted by this segment's rows
     errors: Mapping[int, str] = field(default_factory=dict[int, str])
     # errors: segment number -> why this request alone failed
+    is_cold: bool = (
+        False  # kernels were compiled or a graph was captured: how long it took says nothing of the next one
+    )

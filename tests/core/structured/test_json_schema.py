@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from typing import Any
 
@@ -112,7 +113,11 @@ def test_a_schema_cannot_switch_the_checks_off(byte_grammars: GrammarCompiler) -
         ({"minLength": 1.5}, "#/minLength"),
         ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength (5)"),
         ({"type": "integer", "minimum": 1.2, "maximum": 1.7}, "contains no integer"),
-        ({"type": "string", "format": "fancy"}, "format 'fancy' at #, which cannot be enforced; known are base64, "),
+        (
+            {"type": "string", "format": "fancy"},
+            "format 'fancy' at #, which cannot be enforced for strings; known are base64, ",
+        ),
+        ({"type": "string", "format": "int64"}, "format 'int64' at #"),
         ({"type": ["null", "string"], "format": 7}, "format 7 at #"),
         ({"type": "string", "format": "unknown"}, "format 'unknown' at #"),
         ({"type": "integer", "multipleOf": -3}, "-3 at #/multipleOf"),
@@ -216,6 +221,59 @@ def test_json_is_compact(byte_grammars: GrammarCompiler) -> None:
     assert check_text(structured, '{"a":[1,{"b":"x y"}]}', compiler=byte_grammars).accepted
     assert check_text(structured, '{"a": 1}', compiler=byte_grammars).position == 5
     assert check_text(structured, "[]", compiler=byte_grammars).position == 0
+
+
+_PATTERNS = [
+    '^[^"\\\\]*$', '^[^"]*$', r"^[^\\]*$", r"^[^x\\]$", '^[^\\s"]*$', r"^[^a-z]+$", '^[^"\\n]*$', r"^[\x00-!]*$",
+    r"^[\S]*$", '^(?:[^"\\\\]|\\\\.)*$', r"^[^\W]*$", r"^\D*$", r"^.*$", r"^[\s\S]*$", r"^(a|\\)*$",
+    r"^[ -!#-\[\]-~]*$", r"\\", '"', r"^[^\n]*$", r"^[\b\f]*$", r"^[^\b\f\\]*$", '^[^:*?"<>|]+$', r"^[\t-\r]*$",
+    r"^[^\u0041\x22]*$",
+]  # fmt: skip
+_STRINGS = [
+    "",
+    "a",
+    "n",
+    "\\",
+    '"',
+    "a\\",
+    "\\\\",
+    'a"b',
+    "\n",
+    "\t",
+    "\b",
+    "\f",
+    "a\nb",
+    "x",
+    "\\n",
+    "[",
+    "~",
+    '\\"',
+    "n\\",
+    "A",
+]
+
+
+@pytest.mark.parametrize("pattern", _PATTERNS)
+def test_a_pattern_is_about_the_string_and_not_about_how_it_is_written(
+    pattern: str, byte_grammars: GrammarCompiler
+) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    for text in _STRINGS:
+        expected = re.search(pattern.replace("$", r"\Z"), text) is not None
+        assert _accepts(byte_grammars, schema, json.dumps(text)) == expected, text
+
+
+def test_properties_of_characters_are_about_the_string_too(byte_grammars: GrammarCompiler) -> None:
+    for pattern in (r"^\p{C}$", r"^[\p{C}]$", r"^[^\p{P}\p{S}]$", r"^\PP$", r"^[[:cntrl:]]$"):
+        assert _accepts(byte_grammars, {"type": "string", "pattern": pattern}, r'"\n"')
+        assert not _accepts(byte_grammars, {"type": "string", "pattern": pattern}, r'"\""')
+        assert not _accepts(byte_grammars, {"type": "string", "pattern": pattern}, r'"\\"')
+
+
+def test_a_pattern_of_names_is_about_the_name(byte_grammars: GrammarCompiler) -> None:
+    schema = {"type": "object", "patternProperties": {'^[^"]*$': {"type": "null"}}, "additionalProperties": False}
+    assert _accepts(byte_grammars, schema, r'{"a\nb":null}')
+    assert not _accepts(byte_grammars, schema, r'{"a\"b":null}')
 
 
 def test_a_required_property_may_be_one_that_a_pattern_allows(byte_grammars: GrammarCompiler) -> None:

@@ -50,7 +50,8 @@ _PATTERNS: Final = {
     f"uuid{version}": (f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$",)
     for version in (1, 3, 4, 5, 6, 7, 8)
 }
-_KNOWN: Final = tuple(sorted(_BY_LLGUIDANCE | _FREE | _NUMBERS | _INTEGERS.keys() | _PATTERNS.keys()))
+_OF_STRINGS: Final = tuple(sorted(_BY_LLGUIDANCE | _FREE | _PATTERNS.keys()))
+_OF_NUMBERS: Final = _NUMBERS | _INTEGERS.keys()
 
 
 def check_format(node: dict[str, Any], where: str) -> str | None:
@@ -58,15 +59,16 @@ def check_format(node: dict[str, Any], where: str) -> str | None:
 
     Raises GrammarError for a format of strings that cannot be enforced.
     """
-    name: Any = node.get("format")
-    if "format" not in node or (isinstance(name, str) and name in _KNOWN):
+    if "format" not in node:
         return None
-    if isinstance(name, str) and not _allows_strings(node):
-        return name
-    raise GrammarError(
-        f"structured.json has the format {shown(name)} at {where}, which cannot be enforced; known are "
-        f"{', '.join(_KNOWN)}: use one of them or a pattern, or leave it out"
-    )
+    name: Any = node["format"]
+    allows_strings = _allows_strings(node)
+    if not isinstance(name, str) or (allows_strings and name not in _OF_STRINGS):
+        raise GrammarError(
+            f"structured.json has the format {shown(name)} at {where}, which cannot be enforced for strings; known are "
+            f"{', '.join(_OF_STRINGS)}: use one of them or a pattern, or leave it out"
+        )
+    return None if allows_strings or name in _OF_NUMBERS else name
 
 
 def spell_out_format(node: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ class CheckedSchema:
             }
 
     def _portable(self, pattern: str, where: str) -> str:
-        found = portable_regex(pattern, where)
+        found = portable_regex(pattern, where, in_json=True)
         self._longest_fixed = max(self._longest_fixed, found.num_fixed)
         return found.text
 

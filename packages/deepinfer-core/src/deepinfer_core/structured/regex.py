@@ -34,6 +34,8 @@ _REFUSED_GROUPS: Final = (
     ("(?R", "recursion"),
     ("(?#", "a comment group"),
 )
+_WITH_CONTROLS: Final = re.compile(r"\[\^|\[:|\\[DPSUWpux]|[\x00-\x1f]")  # in a class that may contain some
+_NO_CONTROLS: Final = r"[^\x00-\x07\x0B\x0E-\x1F]"
 # Of these characters a class has to contain two to be known for a choice.
 _SAMPLE: Final = "".join(map(chr, [*range(0x300), *range(0x300, 0xD800, 61), *range(0xE000, 0x20000, 251)]))
 _CLASS_ESCAPE: Final = re.compile(r"\\(?:[dDsSwW]|[pP](?:\{[^{}]*\}|[A-Za-z]))")
@@ -54,15 +56,18 @@ class PortableRegex(NamedTuple):
     repeats_fixed: bool
 
 
-def portable_regex(pattern: str, where: str) -> PortableRegex:
+def portable_regex(pattern: str, where: str, *, in_json: bool = False) -> PortableRegex:
     """`pattern` for llguidance. Raises GrammarError that names `where`, the construct and the character.
+
+    in_json: it is about the characters of a JSON string, which llguidance writes with escapes. There a class must not
+    contain the control characters that are never written: with them, [^"] would let \\" pass.
 
     Refused by size too: more than 65,536 characters, 100 groups inside one another, a count above 100,000, or counts
     inside one another that multiply to more than 50,000.
     """
     if len(pattern) > MAX_REGEX_CHARS:
         raise GrammarError(f"{where} has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are allowed")
-    return _Rewriter(pattern, where).run()
+    return _Rewriter(pattern, where, in_json).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,8 @@ class _Group:
 class _Rewriter:
     """One pass from left to right."""
 
-    def __init__(self, pattern: str, where: str) -> None:
-        self._pattern, self._where = pattern, where
+    def __init__(self, pattern: str, where: str, in_json: bool) -> None:
+        self._pattern, self._where, self._in_json = pattern, where, in_json
         self._at = 0
         self._out: list[str] = []
         self._groups = [_Group()]  # open ones, outermost first
@@ -157,7 +162,10 @@ class _Rewriter:
             raise self._refused(_REFUSED_ESCAPES[letter])
         braced = re.compile(r"\\[pPxuU]\{[^{}]*\}").match(self._pattern, self._at)
         part = _CHOICE if letter in "dDsSwW" else _FIXED
-        if braced:
+        if letter in "pP":
+            text = braced[0] if braced else self._pattern[self._at : self._at + 3]
+            self._item(self._written(f"[{text}]"), len(text), part)
+        elif braced:
             self._item(braced[0], len(braced[0]), part)
         else:
             self._item(self._nul() or (r"\z" if letter == "Z" else "\\" + letter), 2, part)
@@ -186,7 +194,11 @@ class _Rewriter:
             first = False
         self._at += 1
         text = "".join(parts) + "]"
-        self._item(text, 0, _CHOICE if _has_two(text) else _FIXED)
+        self._item(self._written(text), 0, _CHOICE if _has_two(text) else _FIXED)
+
+    def _written(self, text: str) -> str:
+        """A class without the control characters that JSON strings are written without, if it is about one."""
+        return f"[{text}&&{_NO_CONTROLS}]" if self._in_json and _WITH_CONTROLS.search(text) else text
 
     def _class_part(self, char: str, first: bool) -> str:
         posix = _POSIX_CLASS.match(self._pattern, self._at)

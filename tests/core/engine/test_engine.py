@@ -31,13 +31,19 @@ def run(scenario: Callable[[Engine], Coroutine[Any, Any, None]], **settings: Any
     async def main() -> None:
         async with Engine(MODEL, **SETTINGS | settings) as engine:
             await scenario(engine)
-            for _ in range(200):
-                if inside(engine).scheduler.num_unfinished == 0:
-                    break
-                await asyncio.sleep(0.01)
         inside(engine).scheduler.check_idle()
 
     asyncio.run(main())
+
+
+async def ends(engine: Engine, count: int) -> dict[str, int]:
+    """How so many requests ended, when they have and their outputs know it."""
+    finished = inside(engine).scheduler.stats.finished
+    for _ in range(6_000):
+        if finished.total() == count and not engine._book.all_numbers():
+            return dict(finished)
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"after a minute {dict(finished)} of {count}, open: {engine._book.all_numbers()}")
 
 
 async def read(stream: AsyncIterator[Chunk]) -> list[Chunk]:
@@ -109,13 +115,14 @@ def test_n_answers_share_a_stream() -> None:
 def test_a_closed_stream_aborts_its_request_and_frees_its_blocks() -> None:
     async def scenario(engine: Engine) -> None:
         other = engine.add_request(PROMPTS[1], sampled())
-        stream = engine.add_request("hello", sampled(max_tokens=400))
+        stream = engine.add_request("hello", sampled(max_tokens=900))
         async for chunk in stream:
             if chunk.kind == "text":
                 break
         await stream.aclose()
         assert len([c async for c in other]) > 2
-        assert stream.output.outputs[0].finish_reason in (None, "abort")
+        assert await ends(engine, 2) == {"length": 1, "abort": 1}
+        assert stream.output.outputs[0].finish_reason == "abort"
 
     run(scenario)
 
@@ -135,20 +142,23 @@ def test_a_stream_closed_while_its_grammar_is_compiled_never_starts() -> None:
 
 def test_a_cancelled_task_aborts_its_request() -> None:
     async def scenario(engine: Engine) -> None:
-        stream = engine.add_request("hello", sampled(max_tokens=400))
+        stream = engine.add_request("hello", sampled(max_tokens=900))
         task = asyncio.create_task(read(stream))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert await ends(engine, 1) == {"abort": 1}
+        assert stream.output.outputs[0].finish_reason == "abort"
 
     run(scenario)
 
 
 def test_a_stream_that_nobody_holds_is_aborted() -> None:
     async def scenario(engine: Engine) -> None:
-        engine.add_request("hello", sampled(max_tokens=400))
+        engine.add_request("hello", sampled(max_tokens=900))
         gc.collect()
+        assert await ends(engine, 1) == {"abort": 1}
 
     run(scenario)
 

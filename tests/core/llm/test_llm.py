@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
-from deepinfer_core.errors import EngineError
 from deepinfer_core.sampling import SampledBatch, SampleRows, fork_seed, request_seed
 from tests.core.inside import inside
 from tests.core.llm.conftest import MODEL
@@ -266,13 +264,6 @@ def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == expected
-
-
-def test_a_copy_of_the_process_says_that_it_cannot_generate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: pid + 1)  # as after os.fork
-    with pytest.raises(EngineError, match="made before a fork"):
-        llm.generate("Hello", GREEDY)
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ class EngineLoop[Ticket]:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests or launched steps are left; a request that waits for blocks from outside counts."""
-        return self.scheduler.num_unfinished > 0 or bool(self._launched)
+        """Whether requests, launched steps or ends to report are left; who waits for blocks from outside counts."""
+        return self.scheduler.num_unfinished > 0 or bool(self._launched) or self.scheduler.has_ends
 
     @property
     def num_launched(self) -> int:

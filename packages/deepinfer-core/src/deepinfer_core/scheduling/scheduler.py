@@ -275,6 +275,11 @@ class Scheduler:
         return len(self._life.requests)
 
     @property
+    def has_ends(self) -> bool:
+        """Whether requests have ended that no outputs have reported yet."""
+        return bool(self._life.finished)
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counters since the start."""
         return self._life.stats

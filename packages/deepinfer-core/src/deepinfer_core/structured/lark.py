@@ -86,7 +86,8 @@ def lark_dialect(text: str) -> LarkText:
             fixed = schema.fixed if fixed is Fixed.SHORT else fixed
             line += text.count("\n", match.end(), _schema_end(text, match.end()))
             continue
-        parts.append(_converted(kind, match, "".join(parts), text[match.end() : match.end() + 1], line + 1))
+        head = "".join(parts[:3])  # the name of a definition, or a directive
+        parts.append(_converted(kind, match, head, text[match.end() : match.end() + 1], line + 1))
     lines.append("".join(parts))
     if num_rules > MAX_RULES:
         raise GrammarError(f"structured.grammar has {num_rules} rules; at most {MAX_RULES} are allowed")
@@ -121,22 +122,23 @@ def _embedded_schema(text: str, at: int) -> CheckedSchema:
     return check_schema(text[text.index("{", at) : _schema_end(text, at)])
 
 
-def _converted(kind: str, match: re.Match[str], before: str, following: str, line: int) -> str:
+def _converted(kind: str, match: re.Match[str], head: str, following: str, line: int) -> str:
+    """head: how the line begins, as far as the token."""
     token = match[0]
-    at_start = not before.strip()
+    at_start = not head.strip()
     match kind:
         case "space":
             return " "
         case "alias":
-            return token if before.lstrip().startswith("%import") else " "  # there it is the name to use
+            return token if head.lstrip().startswith("%import") else " "  # there it is the name to use
         case "name":
             bare = token.lstrip("?!")
             if at_start and following == "[":
                 raise _refused(f"the attributes of {bare}", line)
             return bare
         case "priority":
-            if before.strip()[:1].isupper() or before.strip()[:2].strip("_").isupper():
-                raise _refused(f"the priority {token} of the terminal {before.strip()}", line)
+            if head.strip()[:1].isupper() or head.strip()[:2].strip("_").isupper():
+                raise _refused(f"the priority {token} of the terminal {head.strip()}", line)
             return ""
         case "directive":
             if token not in _DIRECTIVES:

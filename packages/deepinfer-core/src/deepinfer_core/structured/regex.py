@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from deepinfer_core.errors import GrammarError
@@ -283,6 +284,7 @@ class _Rewriter:
         return _Part(cost, item.num_fixed * times, item.has_choice and most > 0)
 
 
+@lru_cache(maxsize=1_024)
 def _has_two(text: str) -> bool:
     """Whether a class is known to contain two characters; False where only the automaton library can tell."""
     if "[:" in text or "||" in text:  # Python warns of them

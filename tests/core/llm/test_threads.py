@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.errors import EngineError
+from deepinfer_core.scheduling.request import StepOutputs
 from tests.core.harness import FIXTURES
 from tests.core.inside import inside
 
@@ -86,6 +87,26 @@ def test_generate_inside_a_stream_leaves_both_as_they_are_alone(llm: LLM) -> Non
         streamed += chunk.token_ids
         assert tokens(llm, 5) == expected[1]
     assert streamed == expected[0]
+    inside(llm).scheduler.check_idle()
+
+
+def test_a_stream_that_dies_in_the_middle_of_a_step_of_its_own_thread_is_aborted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(llm, 3)
+    stream = llm.stream("hello", sampled(1, max_tokens=500))
+    next(stream)
+    loop = inside(llm).loop
+    step, got = loop.step, list[list[int]]()
+
+    def dying() -> StepOutputs:
+        monkeypatch.undo()
+        stream.close()  # as the garbage collector may, wherever memory is allocated
+        return step()
+
+    monkeypatch.setattr(loop, "step", dying)
+    in_thread(lambda: got.append(tokens(llm, 3)))
+    assert got == [expected]
     inside(llm).scheduler.check_idle()
 
 

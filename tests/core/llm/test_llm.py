@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
 from deepinfer_core.sampling import SampledBatch, SampleRows, fork_seed, request_seed
+from deepinfer_core.scheduling.scheduler import Scheduler
 from tests.core.inside import inside
 from tests.core.llm.conftest import MODEL
 
@@ -289,6 +290,19 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llm: LLM, monkeypatch
     assert [ids for i, ids in enumerate(ids_of(outputs)) if i != failed] == [
         ids for i, ids in enumerate(expected) if i != failed
     ]
+
+
+def test_of_a_drafter_that_does_not_fit_one_warning_is_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(MODEL, quiet=True, max_num_seqs=2, max_num_batched_tokens=64, num_drafts=0) as llm:
+        llm.generate("Hello", GREEDY)
+        assert not caplog.messages
+        monkeypatch.setattr(Scheduler, "drafter_has_collapsed", True)
+        for _ in range(2):
+            llm.generate("Hello", GREEDY)
+    (warning,) = caplog.messages
+    assert "hardly any draft is accepted" in warning
 
 
 def test_a_call_may_be_larger_than_the_waiting_queue() -> None:

@@ -130,7 +130,8 @@ class LLM:
     ) -> Generator[Chunk]:
         """Answer one prompt piece by piece: `ready`, then `text` as tokens come, then `finish` (outputs/chunks.py).
 
-        Closing the generator aborts the request. Raises as `generate` does, at the first piece.
+        Closing the generator aborts the request. Raises as `generate` does: at once for a prompt or parameters that
+        cannot run, with a piece for what goes wrong later.
         """
         (request,) = self._requests([prompt], sampling_params, parse_special)
         return self._stream(request)

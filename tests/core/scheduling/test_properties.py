@@ -53,7 +53,7 @@ traces = st.builds(
 
 def cost_model() -> CostModel:
     return CostModel(
-        CostTable((1, 8, 32, 512), (1.0, 1.1, 2.0, 20.0), 32),
+        CostTable((1, 8, 32, 512), (1.0, 1.1, 2.0, 20.0), (1, 8, 32)),
         CostTable((1, 8), (0.1, 0.2)),
         max_rows=512,
         max_requests=8,

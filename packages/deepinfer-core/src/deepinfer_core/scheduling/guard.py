@@ -44,6 +44,7 @@ _LARGE_DIFFERENCE = 1.25
 _REVIEW_STEPS = 8
 _STAY = 1.01  # another policy must promise so many times the rate of the current one
 _PROBE_SHARE = 0.0075  # of the time
+_SAVING_STEPS = 8
 _REST_SHARE = 0.005  # of the time, for steps without drafting
 _REST_STEPS = 8  # at least, between them
 _SKIPPED_STEPS = 2  # at a time: the first still verifies drafts, the second is what a step would be without any
@@ -251,13 +252,15 @@ class DraftGuard:
     # ---- probes -----------------------------------------------------------------------------------------------------
 
     def _save(self, num_requests: int, other_rows: int) -> None:
-        """Put a share of this step's time aside; begin when two steps of a probe are paid for."""
+        """Put a share of the newest steps' time aside; begin when two steps of a probe are paid for."""
+        if self._steps % _SAVING_STEPS:
+            return  # a step of one request is short
         cost, rows = self._cost, num_requests + other_rows
         probed = min(num_requests, _PROBE_REQUESTS)
         step_s, probe_s = cost.verify_seconds_at(
             np.array([rows, rows + probed * self._num_drafts], np.float64)
         ).tolist()
-        self._saved_s += _PROBE_SHARE * step_s
+        self._saved_s += _SAVING_STEPS * _PROBE_SHARE * step_s
         price_s = 2 * (probe_s - step_s + cost.draft_seconds(probed))
         if self._stage is _Stage.REST:
             price_s += _WARM_UP_STEPS * _CONTEXT_SHARE * step_s

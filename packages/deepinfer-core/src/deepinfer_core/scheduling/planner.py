@@ -87,13 +87,17 @@ class Planner:
         table = self._life.table
         if table.num_drafts == 0:
             return np.zeros(len(slots), np.int64), np.zeros((0, len(slots)), np.float32)
-        caps = np.minimum(table.held_drafts[slots], table.limit[slots] - 2 - anchor)
+        held = table.held_drafts[slots]
         reserved = min(self._waiting_prompt_rows(), -(-(self._max_rows - len(slots)) // _PROMPT_SHARE))
+        prompts = PromptRows(reserved, self._prompts_wait)
+        if not held.any():
+            nothing = np.zeros((table.num_drafts, len(slots)), np.float32)  # nobody will ask what was known of drafts
+            return self._speculation.no_lengths(len(slots), prompts), nothing
+        caps = np.minimum(held, table.limit[slots] - 2 - anchor)
         # np.take along the long axis is four times as fast as indexing with [:, slots]
         survival = np.take(table.survival, slots, axis=1)
         stale = np.take(table.stale_survival, slots, axis=1) if self._speculation.needs_stale else survival
         room = self._max_rows - len(slots) - reserved
-        prompts = PromptRows(reserved, self._prompts_wait)
         return self._speculation.lengths(survival, stale, caps, prompts, room), survival
 
     def _ready_slots(self) -> Int64Array:

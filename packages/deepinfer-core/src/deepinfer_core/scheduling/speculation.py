@@ -85,6 +85,12 @@ class SpeculationPlanner:
             return caps
         return fill_budget(budget, self.meter.expected(survival) if expected is None else expected, caps)
 
+    def no_lengths(self, num_requests: int, prompts: PromptRows) -> Int64Array:
+        """What `lengths` gives for requests that hold no drafts, in short."""
+        if self._guard is not None and num_requests:
+            self._guard.begin_step(num_requests, prompts)
+        return np.zeros(num_requests, np.int64)
+
     def _choose(self, expected: FloatArray, caps: Int64Array, prompts: PromptRows, most: int) -> int:
         """The budget that pays best; now and then all of `most`, when that has been saved for."""
         if self.cost is None:

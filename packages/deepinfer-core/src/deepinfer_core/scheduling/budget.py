@@ -59,11 +59,10 @@ def accumulate_positions(operation: np.ufunc, values: FloatArray) -> FloatArray:
 
 
 class Budget(NamedTuple):
-    """Drafts to verify in all, how many of them are expected to be accepted, and tokens a second of the step."""
+    """Drafts to verify in all, and how many of them are expected to be accepted."""
 
     num_drafts: int
     expected: float
-    rate: float
 
 
 def choose_budget(
@@ -83,7 +82,7 @@ def choose_budget(
     tokens[1:] += num_samplers
     seconds = step_seconds[: len(tokens)]
     best = int(np.argmax(tokens / seconds if price is None else tokens - price * seconds))
-    return Budget(best, float(tokens[best]) - num_samplers, float(tokens[best] / seconds[best]))
+    return Budget(best, float(tokens[best]) - num_samplers)
 
 
 def fill_budget(budget: int, survival: FloatArray, caps: Int64Array) -> Int64Array:

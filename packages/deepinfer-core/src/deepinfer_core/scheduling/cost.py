@@ -30,7 +30,7 @@ __all__ = ["CostModel", "CostTable"]
 # Standard deviations of logarithms, so about relative ones.
 _STEP_NOISE = 0.15  # of a measured step
 _SPEED_PRIOR, _SPEED_DRIFT = 0.5, 0.02  # drifts are a step's
-_POINT_PRIOR, _POINT_DRIFT = 0.4, 0.002
+_POINT_PRIOR, _POINT_DRIFT = 0.25, 0.002
 _DRAFT_PRIOR = 0.4  # of all points of the drafter together
 _ALIKE_OCTAVES = 3.0  # sizes so far apart have 1/e of their errors in common
 _MOST_SURPRISE = math.log(2.0)  # a pause of the process is not a property of the device

@@ -104,7 +104,11 @@ class DraftGuard:
         self._skips = 0  # so many steps, with this one, go without
         self._since_skip = 0
         self._judged_load = 0
+        self._rate = 0.0  # the best of the last comparison, tokens a second
+        self._comparisons = 0
         self._pays_beside = True  # drafting, beside the prompts of the step
+        self._was_worth_it = True  # the same, when it was looked at last: with what is in `_seen_beside`
+        self._seen_beside: tuple[int, bool, int, int] | None = None
         self._turn = 0  # whose turn it is to be probed
 
     # ---- what a step does -----------------------------------------------------------------------------------------
@@ -133,14 +137,19 @@ class DraftGuard:
             self._save(num_requests, prompts.num_rows)
         self._pays_beside = not prompts.num_rows or self._drafting_pays_beside(num_requests, prompts)
 
+    def price_beside(self, num_requests: int, prompts: PromptRows) -> float:
+        """Tokens that a second of a step beside `prompts` must bring; the best rate is that of the last comparison."""
+        plain = num_requests / float(self._cost.verify_seconds(num_requests, 1)[0])
+        return prompts.price(max(self._rate, plain))
+
     @property
     def drafts_now(self) -> bool:
         """Whether all requests of the step propose drafts, newcomers too."""
         return self.policy is not DraftPolicy.NONE and not self._skips and self._pays_beside
 
     def may_trim(self, prompts: PromptRows) -> bool:
-        """Whether drafts are weighed against their rows. Beside prompts they are whatever the policy."""
-        return not self.is_probing and (self.policy is not DraftPolicy.FIXED or prompts.num_rows > 0)
+        """Whether drafts are weighed against their rows. While prompts wait for rows, they are whatever the policy."""
+        return not self.is_probing and (self.policy is not DraftPolicy.FIXED or prompts.more_wait)
 
     @property
     def is_probing(self) -> bool:
@@ -198,28 +207,39 @@ class DraftGuard:
         at: Float64Array = rows + weight * np.arange(len(values) + 1, dtype=np.float64)
         return tokens, self._cost.verify_seconds_at(at)
 
-    def rates(self, num_requests: int) -> dict[DraftPolicy, float]:
-        """Expected tokens a second by policy, in steps without prompts."""
+    def _rates(self, num_requests: int) -> dict[DraftPolicy, float]:
+        """Compare the policies: expected tokens a second of each, in steps without prompts."""
         tokens, seconds = self._foresee(num_requests, 0)
         rate = tokens / (seconds + self._cost.draft_seconds(num_requests))
-        return {
+        rates = {
             DraftPolicy.NONE: num_requests / (float(seconds[0]) * (1.0 - self._context_share)),
             DraftPolicy.FIXED: float(rate[-1]),
             DraftPolicy.SCHEDULED: float(rate.max()),
         }
+        self._rate = max(rates.values())
+        self._comparisons += 1
+        return rates
 
     def _drafting_pays_beside(self, num_requests: int, prompts: PromptRows) -> bool:
-        """Whether drafts for the next step bring more beside these prompts than their time is worth."""
+        """Whether drafts for the next step bring more beside these prompts than their time is worth.
+
+        Looked at anew when the policies were compared, or the prompts changed a lot: with many requests each step
+        runs some rows of prompts.
+        """
         if self.policy is DraftPolicy.NONE or not self._pool.shape[1]:
             return True
-        price = prompts.price(max(self.rates(num_requests).values()))
-        tokens, seconds = self._foresee(num_requests, prompts.num_rows)
-        worth = tokens - price * seconds
-        return float(worth.max() - worth[0]) > price * self._cost.draft_seconds(num_requests)
+        seen = self._comparisons, prompts.more_wait, prompts.num_rows.bit_length(), num_requests.bit_length()
+        if seen != self._seen_beside:
+            self._seen_beside = seen
+            price = self.price_beside(num_requests, prompts)
+            tokens, seconds = self._foresee(num_requests, prompts.num_rows)
+            worth = tokens - price * seconds
+            self._was_worth_it = float(worth.max() - worth[0]) > price * self._cost.draft_seconds(num_requests)
+        return self._was_worth_it
 
     def _best(self, num_requests: int) -> DraftPolicy:
         """The policy with the best rate; the current one, unless that is clearly worse."""
-        rates = self.rates(num_requests)
+        rates = self._rates(num_requests)
         best = max(rates, key=lambda policy: rates[policy])
         self._worth = max(0.0, rates[best] / rates[DraftPolicy.NONE] - 1.0)
         return best if rates[best] > _STAY * rates[self.policy] else self.policy
@@ -237,7 +257,7 @@ class DraftGuard:
             self._judged_load = num_requests
             policy = self._best(num_requests)
         elif num_blocks >= _FEW_BLOCKS:
-            rates = self.rates(num_requests)
+            rates = self._rates(num_requests)
             if rates[DraftPolicy.NONE] > _LARGE_DIFFERENCE * max(rates[p] for p in rates if p is not DraftPolicy.NONE):
                 policy, self._judged_load = DraftPolicy.NONE, num_requests
         self.policy = policy

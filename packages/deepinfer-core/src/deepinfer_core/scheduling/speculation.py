@@ -98,10 +98,8 @@ class SpeculationPlanner:
         num_requests, price = len(caps), None
         # Drafts of before a change of policy cost their rows only.
         draft_s = 0.0 if self.policy is DraftPolicy.NONE else self.cost.draft_seconds(num_requests)
-        if prompts.num_rows:
-            alone = self.cost.verify_seconds(num_requests, most + 1)
-            best = choose_budget(expected, caps, alone + draft_s, num_requests).rate
-            price = prompts.price(max(best, num_requests / float(alone[0])))
+        if prompts.num_rows and self._guard is not None:
+            price = self._guard.price_beside(num_requests, prompts)
         seconds = self.cost.verify_seconds(num_requests + prompts.num_rows, most + 1) + draft_s
         budget = choose_budget(expected, caps, seconds, num_requests, price).num_drafts
         if self.policy is DraftPolicy.NONE or prompts.num_rows:

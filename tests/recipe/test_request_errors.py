@@ -24,6 +24,9 @@ from tests.recipe.short_requests import EXTENDED, HI, MODEL, REQUESTS, TOOLS, ch
         ('{"model": "m", "messages": [], "seed": 18446744073709551616}', "seed: 18446744073709551616"),
         ('{"model": "m", "messages": [{"role": "user", "content": [{"type": "x"}]}]}', r"messages\[0\]\.content\[0\]"),
         ("[]", "the body: "),
+        ("3", "the body: Expected `object`, not 3$"),
+        ('{"model": "m", "messages": [3]}', r"messages\[0\]: Expected `object`, not 3$"),
+        ('{"model": "m", "messages": [], "max_tokens": "a"}', r'max_tokens: Expected `int \| null`, not "a"$'),
         ('{"model": "' + "x" * 500 + '", "messages": 5}', "messages: "),
     ],
 )

@@ -25,6 +25,7 @@ EffortWord = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra
 
 _Body = TypeVar("_Body")
 _AT_PATH = re.compile(r" - at `\$(.*)`$")
+_FOUND_TYPE = re.compile(r", got `[^`]+`$")
 _MISSING_FIELD = re.compile("missing required field `(.*)`")
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
@@ -84,6 +85,7 @@ def _explained(message: str, whole: Any, shape: Any, path: str) -> str:
             value = value[step]
     except (KeyError, IndexError, TypeError):
         return f"{place}: {rule}"
+    rule = _FOUND_TYPE.sub("", rule)  # the value itself says more
     missing = _MISSING_FIELD.search(rule)
     words = ", ".join(choices_at(shape, [*steps, missing[1]] if missing else steps, whole))
     if missing is not None:

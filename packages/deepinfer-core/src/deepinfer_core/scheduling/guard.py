@@ -126,15 +126,15 @@ class DraftGuard:
             self._standby_steps = _STANDBY_STEPS
         elif self._stage is _Stage.STANDBY and not self._standby_steps:
             self._stage = _Stage.REST
+        is_other_load = not 1 / _OTHER_LOAD <= num_requests / max(1, self._judged_load) <= _OTHER_LOAD
         if self._stage in (_Stage.WARM_UP, _Stage.PROBE):
             self._go_on(num_requests)
-        elif not 1 / _OTHER_LOAD <= num_requests / max(1, self._judged_load) <= _OTHER_LOAD:
+        elif self.policy is DraftPolicy.NONE:
+            # A load that is another one every other step, as of requests with grammars, saves for probes, too.
+            if not (is_other_load and self._wakes(num_requests)):
+                self._save(num_requests, prompts.num_rows)
+        elif is_other_load or self._steps >= _REVIEW_STEPS:
             self._review(num_requests)
-        elif self.policy is not DraftPolicy.NONE:
-            if self._steps >= _REVIEW_STEPS:
-                self._review(num_requests)
-        else:
-            self._save(num_requests, prompts.num_rows)
         self._pays_beside = not prompts.num_rows or self._drafting_pays_beside(num_requests, prompts)
 
     def price_beside(self, num_requests: int, prompts: PromptRows) -> float:
@@ -245,14 +245,8 @@ class DraftGuard:
         return best if rates[best] > _STAY * rates[self.policy] else self.policy
 
     def _review(self, num_requests: int) -> None:
-        num_blocks = self._pool.shape[1]
-        if self.policy is DraftPolicy.NONE:
-            self._judged_load = num_requests
-            if num_blocks and self._best(num_requests) is not DraftPolicy.NONE:
-                self._wake(num_requests)
-            return
+        num_blocks, policy = self._pool.shape[1], self.policy
         self._steps = 0
-        policy = self.policy
         if num_blocks >= _ENOUGH_BLOCKS:
             self._judged_load = num_requests
             policy = self._best(num_requests)
@@ -262,12 +256,17 @@ class DraftGuard:
                 policy, self._judged_load = DraftPolicy.NONE, num_requests
         self.policy = policy
 
-    def _wake(self, num_requests: int) -> None:
-        """Drafting promises to pay at this load: at once if the drafter's context is there, else it is built first."""
+    def _wakes(self, num_requests: int) -> bool:
+        """Whether drafting promises to pay at this load. It begins, or first the building of the drafter's context."""
+        self._judged_load = num_requests
+        best = self._best(num_requests) if self._pool.shape[1] else DraftPolicy.NONE
+        if best is DraftPolicy.NONE:
+            return False
         if self._stage is _Stage.STANDBY:
-            self.policy, self._steps = self._best(num_requests), 0
+            self.policy, self._steps = best, 0
         else:
             self._look(has_context=False)
+        return True
 
     # ---- probes -----------------------------------------------------------------------------------------------------
 
@@ -309,4 +308,5 @@ class DraftGuard:
         best = self._best(num_requests) if num_blocks else DraftPolicy.NONE
         if best is DraftPolicy.NONE or num_blocks >= _ENOUGH_BLOCKS or self._steps >= _LONGEST_PROBE_STEPS:
             self.policy, self._steps, self._saved_s = best, 0, 0.0
-            self._stage = _Stage.STANDBY if self._standby_steps else _Stage.REST
+            is_standby = self._standby_steps or best is not DraftPolicy.NONE  # what it goes to after drafting
+            self._stage = _Stage.STANDBY if is_standby else _Stage.REST

@@ -136,7 +136,10 @@ def _job(line: str, given: dict[str, Any]) -> _Job:
             raise RequestError(f"{name} is given twice, in params and beside it; give it once")
         params[name] = value.pop(name)
     if "structured" in value:
-        raise RequestError("structured cannot be given as JSON; give so_args, whose form is JSON")
+        raise RequestError(
+            "structured cannot be given as JSON; give so_args, whose form is JSON, "
+            '{"schema_type": "json", "schema": {..}}, or regex, grammar, choice in place of json'
+        )
     for name in value:
         for meant in difflib.get_close_matches(name, sorted(_PARAMS), n=1, cutoff=_MISSPELT):
             raise RequestError(f"{shown(name)} is no parameter; write {meant}, or give a key of your own another name")

@@ -15,9 +15,9 @@ from deepinfer_core.scheduling.plan import FloatArray
 BAD, GOOD = (np.array([[s], [s**2], [s**3]], np.float32) for s in (0.2, 1.0))
 
 
-def make_guard() -> DraftGuard:
-    """Rows cost little and drafting takes half of a step: it pays for good drafts only."""
-    verify, draft = CostTable((1, 512), (10e-3, 15e-3)), CostTable((1, 64), (6e-3, 8e-3))
+def make_guard(draft_s: float = 6e-3) -> DraftGuard:
+    """Rows cost little. By default drafting takes half of a step: it pays for good drafts only."""
+    verify, draft = CostTable((1, 512), (10e-3, 15e-3)), CostTable((1, 64), (draft_s, draft_s + 2e-3))
     return DraftGuard(3, CostModel(verify, draft, max_rows=512, max_requests=64), AcceptanceMeter(3))
 
 
@@ -59,3 +59,22 @@ def test_context_is_kept_for_a_while_after_each_time_of_drafting() -> None:
             kept[-1] += 1
         drive(guard, [8], lambda step: BAD, range(start, start + 1_000), PromptRows())
     assert kept[0] == kept[1] > 100
+
+
+BACKLOG = PromptRows(64, more_wait=True)  # a busy engine: prompts in every step, and more of them wait
+
+
+def test_a_first_unlucky_draft_beside_prompts_does_not_end_drafting() -> None:
+    guard = make_guard(draft_s=2e-3)
+    guard.learn(BAD)
+    assert sum(drive(guard, [20], lambda step: GOOD, range(100), BACKLOG)) > 80
+
+
+def test_drafts_that_become_good_are_noticed_where_every_step_has_prompts() -> None:
+    """Beside them drafting stops while the policy is to draft: only steps that draft all the same can tell."""
+    guard, middling = make_guard(draft_s=2e-3), np.array([[0.4], [0.16], [0.06]], np.float32)
+    drafted = drive(guard, [20], lambda step: middling, range(1_000), BACKLOG)
+    assert guard.policy is not DraftPolicy.NONE
+    assert 0 < sum(drafted[100:]) < 0.06 * 900
+    drafted = drive(guard, [20], lambda step: GOOD, range(1_000, 2_000), BACKLOG)
+    assert sum(drafted[200:]) > 0.9 * 800

@@ -20,7 +20,8 @@ drafter's.
     beside prompts   drafting pays if   tokens gained > best rate of the three x seconds added
 
 The time of their rows is spent in any case: a draft that shares it with them is not cheaper for it, and one that pushes
-a row of theirs into another step delays it by that row.
+a row of theirs into another step delays it by that row. Where drafting does not pay beside them, a step drafts all the
+same now and then, paid for as a probe is: there may be no step without prompts to learn from.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class DraftGuard:
         self._pays_beside = True  # drafting, beside the prompts of the step
         self._was_worth_it = True  # the same, when it was looked at last: with what is in `_seen_beside`
         self._seen_beside: tuple[int, bool, int, int] | None = None
+        self._saved_beside_s = 0.0  # for the next step that drafts beside prompts though it does not pay
         self._turn = 0  # whose turn it is to be probed
 
     # ---- what a step does -----------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class DraftGuard:
         Looked at anew when the policies were compared, or the prompts changed a lot: with many requests each step
         runs some rows of prompts.
         """
-        if self.policy is DraftPolicy.NONE or not self._pool.shape[1]:
+        if self.policy is DraftPolicy.NONE or self._pool.shape[1] < _ENOUGH_BLOCKS:
             return True
         seen = self._comparisons, prompts.more_wait, prompts.num_rows.bit_length(), num_requests.bit_length()
         if seen != self._seen_beside:
@@ -235,7 +237,15 @@ class DraftGuard:
             tokens, seconds = self._foresee(num_requests, prompts.num_rows)
             worth = tokens - price * seconds
             self._was_worth_it = float(worth.max() - worth[0]) > price * self._cost.draft_seconds(num_requests)
-        return self._was_worth_it
+        return self._was_worth_it or self._may_draft_beside(num_requests, prompts.num_rows)
+
+    def _may_draft_beside(self, num_requests: int, other_rows: int) -> bool:
+        """Whether a step drafts beside prompts though that does not pay: enough has been saved to learn from it."""
+        self._saved_beside_s += _PROBE_SHARE * float(self._cost.verify_seconds(num_requests + other_rows, 1)[0])
+        if self._saved_beside_s < self._cost.draft_seconds(num_requests):
+            return False
+        self._saved_beside_s = 0.0
+        return True
 
     def _best(self, num_requests: int) -> DraftPolicy:
         """The policy with the best rate; the current one, unless that is clearly worse."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,14 @@ def test_the_module_runs_as_a_program(request_file: str) -> None:
     command = [sys.executable, "-m", "deepseek_recipe", "render", request_file, "--plain"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=60)
     assert done.stdout.decode().endswith("<think>")
+
+
+def test_a_reader_that_goes_away_is_no_error(request_file: str) -> None:
+    command = [sys.executable, "-m", "deepseek_recipe", "render", request_file]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, check=False, timeout=60)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe went away (`| head`). Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (_DataError, ConversionError, ValueError, OverflowError, TypeError, RuntimeError, OSError) as error:
         sys.stderr.write(f"deepseek-recipe: {error}\n")
         return _DATA_ERROR

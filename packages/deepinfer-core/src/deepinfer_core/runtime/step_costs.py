@@ -4,8 +4,8 @@
     draft    seconds of a proposal for 1, 4, 16, .. and 2, 8, .. requests
 
 The fastest of several rounds over all sizes counts: what slows a run down on a shared machine is not the device. Sizes
-grow until half of the time budget is used up; beyond the last one the cost goes on with its slope, and while serving
-the model is corrected by the steps that it sees. The passes write no cache.
+that would take the first round beyond half of the time budget are left out; beyond the last one the cost goes on with
+its slope, and while serving the model is corrected by the steps that it sees. The passes write no cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepinfer_core.scheduling.plan import Content, RowKind, StepPlan, TokenSour
 
 __all__ = ["measure_costs"]
 
-_BUDGET_S = 0.5  # for each table; two sizes and two rounds are measured in any case
+_BUDGET_S = 0.7  # for each table; two sizes and two rounds are measured in any case
 _ROUNDS = 5  # at most
 _MOST_LOST_S = 20.0  # on kernels that are compiled and graphs that are captured for the purpose, of each table
 _CONTEXT_TOKENS = 1024
@@ -71,12 +71,15 @@ def _table(timer: _Timer, largest: int, captured: tuple[int, ...] = ()) -> CostT
     seconds: dict[int, float] = {}
     spent_s = 0.0
     for size in _sizes(largest):
-        if len(seconds) > 1 and (spent_s > _BUDGET_S / 2 or timer.lost_s > _MOST_LOST_S):
-            break
+        if len(seconds) > 1:
+            below = max(measured for measured in seconds if measured < size)
+            expected_s = seconds[below] * size / below
+            if spent_s + expected_s > _BUDGET_S / 2 or timer.lost_s > _MOST_LOST_S:
+                continue
         seconds[size] = timer(size)
         spent_s += seconds[size]
     for number in range(1, _ROUNDS):
-        if number > 1 and spent_s > _BUDGET_S:
+        if number > 1 and spent_s + sum(seconds.values()) > _BUDGET_S:
             break
         for size, before in seconds.items():
             now = timer(size)

@@ -82,9 +82,10 @@ def test_the_schedule_is_within_three_percent_of_the_best_of_none_and_fixed(
     world: str, text: str, requests: int
 ) -> None:
     costs = WORLDS[world]
-    steps, seeds = (
-        (4 * STEPS, (0, 1)) if (world, text, requests) in LONG else (STEPS, (0, 1) if requests == 1 else (0,))
-    )
+    if (world, text, requests) in LONG:
+        steps, seeds = 4 * STEPS, (0, 1)
+    else:  # one request brings one block a step, so what it costs to find out must be shared by more steps
+        steps, seeds = (2 * STEPS, (0, 1)) if requests == 1 else (STEPS, (0,))
     phases = [phase(costs, requests, text, steps)]
     shares = [share_of_best(costs, phases, noise=0.1, seed=seed) for seed in seeds]
     assert np.mean(shares) >= 0.97
